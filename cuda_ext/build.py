@@ -107,13 +107,13 @@ def build(
             got=out,
             remedy="name one with --out",
         )
-    done: list[Part] = []
+    outcomes: list[Part] = []
     with locked(out):
         if "cpu" in parts:
-            done.append(_build_cpu(out, verbose, sources.SANITIZE if sanitize else ()))
+            outcomes.append(_build_cpu(out, verbose, sources.SANITIZE if sanitize else ()))
         if "cuda" in parts:
-            done.append(_build_cuda(out, verbose, cuda))
-    return done
+            outcomes.append(_build_cuda(out, verbose, cuda))
+    return outcomes
 
 
 def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
@@ -129,18 +129,18 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         host = [cxx, *sources.HOST, *extra, *(["-DMS_X86"] if sources.IS_X86 else [])]
-        bindings = [*host, sources.TARGET, INCLUDE, "-isystem", torch_root / "include"]
+        binding_command = [*host, sources.TARGET, INCLUDE, "-isystem", torch_root / "include"]
         # A job: a command, and the object file that it makes.
         jobs = [
-            ([*bindings, "-c", source], Path(folder) / f"{source.name}.o")
+            ([*binding_command, "-c", source], Path(folder) / f"{source.name}.o")
             for source in sources.CPU_BINDINGS
         ]
-        kernels = [INCLUDE, "-c", sources.CPU_KERNELS]
+        kernel_source = [INCLUDE, "-c", sources.CPU_KERNELS]
         for isa, (width, flags) in sources.ISAS.items():
             if flags and not sources.IS_X86:
-                continue
+                continue  # this machine lacks it
             command = [*host, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}"]
-            jobs.append(([*command, *kernels], Path(folder) / f"{isa}.o"))
+            jobs.append(([*command, *kernel_source], Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
         linked = Path(folder) / target.name
         objects = [path for _, path in jobs]
@@ -217,7 +217,7 @@ def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
 
 
 def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[list[object], Path]]:
-    """The command and the object file of each .cu."""
+    """For each .cu, nvcc's command (without its output) and the object file to make."""
     nvcc = [toolkit.nvcc, "-ccbin", cxx, *sources.NVCC]
     nvcc += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off", INCLUDE]
     return [
@@ -248,7 +248,7 @@ def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> lis
     """Runs the compilers, as many at a time as there are cores and memory for.
 
     Args:
-        jobs: of each its command and its object file.
+        jobs: a compiler's command and the object file that it makes, of each.
         verbose: print every command.
 
     Returns:
@@ -260,7 +260,7 @@ def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> lis
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = max(min(len(os.sched_getaffinity(0)), memory_bytes // BYTES_OF_A_COMPILER), 1)
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        running = [pool.submit(run, [*words, "-o", path], verbose) for words, path in jobs]
+        running = [pool.submit(run, [*command, "-o", path], verbose) for command, path in jobs]
         try:
             return [future.result() for future in running]
         except ExtensionError:
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_for_install(out: Path) -> list[Part]:
-    """For `setup.py`: leaves out a part that cannot be built, unless strict.
+    """For `setup.py`: builds the libraries; leaves out one that cannot be built, unless strict.
 
     The package stays usable, because the first use builds a missing part.
 
@@ -347,16 +347,16 @@ def build_for_install(out: Path) -> list[Part]:
     cuda = os.environ.get("MEGATRON_SPARSE_CUDA", "auto")
     if cuda not in ("auto", "on", "off"):
         raise ConfigError("MEGATRON_SPARSE_CUDA is unknown", expected="auto | on | off", got=cuda)
-    done = []
+    outcomes = []
     for name in ("cpu", "cuda"):
         try:
-            done += build(cuda, out, parts=(name,))
+            outcomes += build(cuda, out, parts=(name,))
         except (DependencyError, ExtensionError) as error:
             if is_strict() or (name == "cuda" and cuda == "on"):
                 raise
             reason = f"{error.what}; the first use builds it"
-            done.append(Part(name, sources.library_path(name, out), "left out", reason))
-    return done
+            outcomes.append(Part(name, sources.library_path(name, out), "left out", reason))
+    return outcomes
 
 
 if __name__ == "__main__":

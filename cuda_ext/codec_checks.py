@@ -96,7 +96,7 @@ def check_slots[T: (torch.Tensor, None)](
     Args:
         op: names the call in errors.
         slots_S: where records begin and the last one's place ends; None for back to back.
-        segments: their number.
+        segments: how many segments there are.
         out: the message's buffer, or None to check the slots alone.
 
     Returns:
@@ -161,13 +161,13 @@ def check_capacity(
             raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
     # A record in blocks is dense where blocks are not smaller: its largest size is that of dense.
-    largest = replace(spec, record_format=wire.FORMAT_DENSE) if is_blocks else spec
-    most = Slots.of(segments.offsets, segments.dense, most_S, largest)
+    largest_spec = replace(spec, record_format=wire.FORMAT_DENSE) if is_blocks else spec
+    needed_slots = Slots.of(segments.offsets, segments.dense, most_S, largest_spec)
     if slots_S is None:
-        _check_room(op, int(most.offsets[-1]), out)
+        _check_room(op, int(needed_slots.offsets[-1]), out)
         return
     room_S = slots_S.diff().tolist()
-    for segment, (needed, there) in enumerate(zip(most.sizes, room_S, strict=False)):
+    for segment, (needed, there) in enumerate(zip(needed_slots.sizes, room_S, strict=False)):
         if needed > there:
             what = f"the slot of segment {segment} is too small"
             raise refusal(op, what, f"{needed} bytes", there)

@@ -102,8 +102,8 @@ def decode_sum_(
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
     offsets, *places = _tables("decode_sum_", acc_M, messages, expected)  # slots and sums
     value_dtype, step = expected.value_dtype, expected.step
-    parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
-    statuses = call("decode_sum_", *parts)
+    arguments = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
+    statuses = call("decode_sum_", *arguments)
     if reports is None:
         statuses = statuses.cpu()  # one copy, of a row for each message
     for rank, status in zip(ranks, statuses.view(len(ranks), -1), strict=True):
@@ -162,14 +162,14 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
     # its end, so that the look-up below does not fail.
     offsets = [*wanted.segment_offsets.tolist(), 0]
     first, numel = offsets[segment], offsets[segment + 1] - offsets[segment]
+    size = "records that fit their slots" if has_slots else "as many bytes as its records announce"
+    sealed = " and the payload's sum" if wanted.checksum else ""
     # In the order of the codes of fields: `csrc/record_check.h`.
     fields: dict[str, object] = {
-        "size": "as many bytes as its records announce"
-        if not has_slots
-        else "records that fit their slots",
+        "size": size,
         "magic": "MSPG",
         "version": VERSION,
-        "checksum": "the CRC-32 of the header" + wanted.checksum * " and the payload's sum",
+        "checksum": f"the CRC-32 of the header{sealed}",
         "format": "0 (dense), 1 (COO), 2 (Pici), 3 (blocks) or 8 (Rice)",
         "dtype": wanted.value_dtype,
         "flags": "0, or 1 for Pici in linear order",

@@ -143,17 +143,15 @@ def _by_index(
         indices_K: the index of each entry, below 2^31.
         offsets: where partitions begin in `entry_K`, and the last one ends.
     """
-    # All entries by index (upper half of the key) and entry (lower half) ...
-    sorted_K = (indices_K[entry_K] << 32 | entry_K).argsort()
+    # Places in `entry_K`, by index (upper half of the key) and entry (lower half) ...
+    place_K = (indices_K[entry_K] << 32 | entry_K).argsort()
     # ... and then by partition, which keeps that order within each: the sort is stable.
-    partition_K = torch.bucketize(sorted_K, offsets[1:-1], right=True)
-    return entry_K[sorted_K[partition_K.argsort(stable=True)]]
+    partition_K = torch.bucketize(place_K, offsets[1:-1], right=True)
+    return entry_K[place_K[partition_K.argsort(stable=True)]]
 
 
 def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stable partition of entries: the result of a stable sort by partition.
-
-    It is one, a radix sort where the numbers are narrow.
+    """Sorts entries by partition; those of one partition keep their order.
 
     Args:
         partition_K: int64, in [0, partitions).
@@ -163,7 +161,7 @@ def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, tor
         int64 entries, partition after partition, ascending in each; and int64 offsets of the
         partitions, n + 1 of them.
     """
-    # A third of the time of wider integers.
+    # torch sorts narrow integers in a third of the time of wide ones.
     keys_K = partition_K.to(torch.uint8) if partitions <= 256 else partition_K
     ordered = torch.sort(keys_K, stable=True)
     numbers = torch.arange(partitions + 1, device=partition_K.device)

@@ -144,13 +144,13 @@ class SumPlan:
 
         They are the first words of all statuses: of the messages, the encoder and the sums.
         """
-        messages = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS
+        by_rank = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS  # the messages' statuses
         if not self.gathers:
-            return messages
+            return by_rank
         encoder = self.world_size * codec_cuda.STATUS_WORDS
         # Behind the encoder's status lie the size and the count of each own segment.
-        sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + messages
-        return torch.cat([messages, torch.tensor([encoder]), sums])
+        sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + by_rank
+        return torch.cat([by_rank, torch.tensor([encoder]), sums])
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +252,6 @@ def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.
         summed.sum_steps,
         summed.events,
         plan.value_dtype,
-        summed.step % 2**32,
+        summed.step % 2**32,  # the bits that headers hold
         plan.gathers,
     )

@@ -141,7 +141,7 @@ def _store_bits(bits_B, DTYPE: tl.constexpr):
         return (bits_B >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
     else:
         half_B = bits_B.to(tl.float32, bitcast=True).to(tl.float16).to(tl.uint16, bitcast=True)
-        # The hardware's conversion may give NaN any payload.
+        # The hardware's conversion may give NaN any payload; 0x7E00 is the codec's.
         half_B = tl.where((bits_B & 0x7FFFFFFF) > 0x7F800000, 0x7E00, half_B.to(tl.uint32))
         return half_B.to(tl.uint16).to(tl.int16, bitcast=True)
 
@@ -155,7 +155,7 @@ def _round_magnitude(
     LIMIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rounds fp32 bits of a finite magnitude to a grid, saturating; see `csrc/elementwise.h`.
+    """Rounds `u_B`, bits of finite fp32 magnitudes, to a grid; saturates; see `csrc/elementwise.h`.
 
     `_GRIDS` explains CUT, FIXED_BELOW and LIMIT. Not STOCHASTIC, it rounds to nearest even, and
     does not read `random_B`.
@@ -167,7 +167,7 @@ def _round_magnitude(
     rounded_B = (rounded_B >> CUT) << CUT
     rounded_B = tl.where(rounded_B > LIMIT, LIMIT, rounded_B).to(tl.uint32)
     if FIXED_BELOW != 0:
-        # Whole multiples of 2^-24, and the fraction of one.
+        # Whole multiples of 2^-24 (16777216 is 2^24), and the fraction of one.
         small_B = tl.where(u_B < FIXED_BELOW, u_B, 0).to(tl.uint32)
         scaled_B = small_B.to(tl.float32, bitcast=True) * 16777216.0
         whole_B = scaled_B.to(tl.int32)
@@ -288,17 +288,17 @@ def _prune_kernel(
     out_B = tl.where(drop_B, 0, kept_B).to(tl.uint32)
 
     remainder_B = tl.where(finite_B, x_B - kept_B.to(tl.float32, bitcast=True), 0.0)
-    rest_B = tl.where(drop_B, x_B * leak, remainder_B).to(tl.uint32, bitcast=True)
+    residual_B = tl.where(drop_B, x_B * leak, remainder_B).to(tl.uint32, bitcast=True)
     if RESIDUAL == 1:
         random_B = _random_bits(residual_seed_a, residual_seed_b, high, low_B)
-        rest_magnitude_B = rest_B & 0x7FFFFFFF
+        residual_magnitude_B = residual_B & 0x7FFFFFFF
         # The grid of bf16.
-        rest_B = (rest_B ^ rest_magnitude_B) | _round_magnitude(
-            rest_magnitude_B, random_B, 16, 0, 0x7F7F0000, STOCHASTIC
+        residual_B = (residual_B ^ residual_magnitude_B) | _round_magnitude(
+            residual_magnitude_B, random_B, 16, 0, 0x7F7F0000, STOCHASTIC
         )
 
     tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)
-    tl.store(residual + at_B, _store_bits(rest_B, RESIDUAL), mask=inside_B)
+    tl.store(residual + at_B, _store_bits(residual_B, RESIDUAL), mask=inside_B)
 
     # The same ranges again, to count.
     nonzero_B = inside_B & ((out_B & 0x7FFFFFFF) != 0)

@@ -57,7 +57,7 @@ def sample_threshold(
     if ranges == 0:
         return thresholds_R, chances_R, ties_R
     magnitudes_K = torch.empty(max(total, 1), dtype=torch.int32, device=device)
-    blocks = triton.cdiv(most, SAMPLE_BLOCK)
+    blocks = triton.cdiv(most, SAMPLE_BLOCK)  # programs of each range
     sample: Any = _sample_kernel  # Triton types a launch as the call of the Python function
     select: Any = _select_kernel
     with torch.cuda.device_of(grad_N):
@@ -145,7 +145,8 @@ def _select_kernel(plan, magnitudes, thresholds, chances, ties, BLOCK: tl.conste
     first_rank = tl.load(row + 3)
     wanted = tl.load(row + 4).to(tl.float64, bitcast=True)
     samples = magnitudes + tl.load(row + 7)
-    # A place more than digits: for what is outside of the range, or has other digits before.
+    # Place 256 counts what is outside of the range, or has other digits before; the rest stay
+    # empty: a histogram's size is a power of two.
     digit_D = tl.arange(0, 2 * _DIGITS)
     rank = first_rank.to(tl.int32)  # among the samples that begin with the threshold's bits
     threshold = tl.zeros((), tl.int32)

@@ -92,7 +92,7 @@ class CodecCall:
 def codec_calls(
     numel: int, densities: Sequence[float], device: torch.device
 ) -> Iterator[CodecCall]:
-    """Every operation on fp32 vectors of a number of elements.
+    """Yields calls of every operation on fp32 vectors of `numel` elements: sparse ones by density.
 
     Where the compiled codec does not work, Pici, blocks, ZEN's formats, Rice records and values of
     few bits are left out.
@@ -111,7 +111,10 @@ def codec_calls(
 def measure_codec(
     transport: Transport, sweep: CodecSizes, clock: Clock
 ) -> Measuring[tuple[CodecRate, ...]]:
-    """Times every call on all ranks at once, as they work in training; the same on all ranks."""
+    """Times every call on all ranks at once, as in training; returns rates, the same on all ranks.
+
+    Suffixes: N sizes of vectors, K calls.
+    """
     calls: list[CodecCall] = []
     times_NK: list[list[float]] = []
     for numel in sweep.numels:
@@ -127,8 +130,8 @@ def measure_codec(
 def _times_s(
     transport: Transport, sweep: CodecSizes, clock: Clock, numel: int, densities: Sequence[float]
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
-    """All calls on vectors of `numel` and, for each, the median over ranks of its seconds."""
-    yield from gather_rows([0.0], transport)
+    """Returns all calls on vectors of `numel`, and of each the median over ranks of its seconds."""
+    yield from gather_rows([0.0], transport)  # a barrier
     calls, times_K = [], []
     for call in codec_calls(numel, densities, transport.device):
         calls.append(call)
@@ -152,18 +155,18 @@ def held_out(
         cluster.codec_s(call.op, call.format, numel, call.density) / spent - 1
         for call, spent in zip(calls, times_s, strict=True)
     ]
-    error, worst = max(zip(errors, calls, strict=True), key=lambda pair: abs(pair[0]))
+    worst_error, worst = max(zip(errors, calls, strict=True), key=lambda pair: abs(pair[0]))
     return (
         f"codec, {len(calls)} calls that the rates were not fitted to: median error "
-        f"{median(map(abs, errors)):.0%}, worst {error:+.0%} ({worst.op} {worst.format} at "
+        f"{median(map(abs, errors)):.0%}, worst {worst_error:+.0%} ({worst.op} {worst.format} at "
         f"{worst.density:.0%})"
     )
 
 
 def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -> CodecRate:
-    """Seconds a call and an element by least squares of the relative errors.
+    """The rate, seconds a call and an element, by least squares of the relative errors.
 
-    Neither is negative; five digits of each are kept.
+    Neither is negative; five digits of each are kept. Suffix: N sizes of vectors.
     """
     times_N, numels_N = np.array(times_s), np.array(numels, dtype=float)
     # For each number of elements, (per_call + numel per_element) / time should be 1.
@@ -206,13 +209,13 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 def _segment_calls(
     numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageSpec]
 ) -> Iterator[CodecCall]:
-    """Selects from a full vector; encodes, decodes and adds a sparse one; all in each format.
+    """Yields calls that select from a full vector, and encode, decode and add a sparse one.
 
     Args:
         numel: elements of the vectors.
         density: of the selection, and of the sparse vector.
         device: of the vectors.
-        kinds: messages by the names of their rates; their density is replaced.
+        kinds: a message of each format by the name of its rate; its density is replaced.
     """
     kinds = {form: replace(kind, density=density) for form, kind in kinds.items()}
     select = _selection(sparse_vector(numel, 1.0, device))
@@ -222,8 +225,8 @@ def _segment_calls(
     # The vector is one segment, which may be sent sparse.
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     specs = {form: kind.record_spec(torch.float32, STEP) for form, kind in kinds.items()}
-    room = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
-    out = torch.zeros(room, dtype=torch.uint8, device=device)
+    most_bytes = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
+    out = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
     for form, spec in specs.items():
 
         def encode(spec: RecordSpec = spec) -> int:
@@ -251,12 +254,12 @@ def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
     slices = [ParameterSlice("w", 0, grad_N.numel())]
     bucket = Bucket("codec", grad_N, slices, CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32)
-    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    selector = Selector(CompressionConfig(leak=0.0), residuals, rank=0, buffers=MessageBuffers())
     return lambda spec: selector.select(bucket, spec, step=STEP, timer=StageTimer(grad_N.device))
 
 
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
-    """ZEN's: the partition of a selection, and encoding and adding the records of one partition."""
+    """Yields ZEN's calls: partitioning a selection; encoding and adding one partition's records."""
     sparse_N = sparse_vector(numel, density, device)
     # At density 1 all of `sparse_N` is selected; its non-zero elements are the entries.
     message = _selection(sparse_N)(MessageSpec(1.0, format="coo"))

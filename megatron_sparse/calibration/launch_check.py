@@ -93,13 +93,14 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and not has_agent
     try:
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented there
             host,
             port,
             world_size,
-            rank == 0 and not of_agent,
+            is_host,
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
@@ -220,6 +221,7 @@ def _seconds(
     No rank is an end of two links, so one buffer serves for what it sends or receives.
     """
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=transport.device)
+    # This rank's part of the round: empty, or one message.
     sent = [(to, message) for source, to in links if source == transport.rank]
     received = [(source, message) for source, to in links if to == transport.rank]
     rows = yield from times_by_rank(

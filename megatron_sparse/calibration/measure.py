@@ -74,7 +74,7 @@ def calibrate(
     name: str,
     tell: Callable[[str], None],
 ) -> ClusterModel:
-    """Measures; every rank of the group calls it, and gets the same numbers.
+    """Measures links, host and codec; every rank of the group calls it, and gets the same model.
 
     Args:
         transport: the group, 2 ranks at least.
@@ -97,7 +97,7 @@ def calibrate(
     cluster = ClusterModel(
         name=name,
         device=transport.device.type,
-        **vars(links),
+        **vars(links),  # nodes, nic, intra, inter and dense
         host_s_per_message=per_message_s,
         host_s_per_bucket=per_bucket_s,
         codec=codec,
@@ -129,14 +129,15 @@ def measure_host(
 
         return complete(timed(transport, repeats, clock, action))
 
-    pieces, words_N = _ring(transport), _small_bucket(transport).grad_N
+    pieces, small_N = _ring(transport), _small_bucket(transport).grad_N
     bare_s = [seconds(partial(_send, transport, pieces, count)) for count in (FEW, MANY)]
     driven_s = [
         seconds(partial(_send_driven, transport, pieces, count, progress)) for count in (FEW, MANY)
     ]
+    # What the progress thread adds to a message: costs that occur once cancel.
     a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
     reduced_s = seconds(_reduction(transport, progress))
-    a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(words_N).finish())
+    a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(small_N).finish())
     return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
 
 
@@ -154,11 +155,11 @@ def _send(transport: Transport, pieces: Round, count: int) -> None:
 
 
 def _send_driven(transport: Transport, pieces: Round, count: int, progress: Progress) -> None:
-    """Sends so many messages around the ring, as a job of the progress thread, and waits for it."""
+    """Sends `count` messages around the ring, as a job of the progress thread; waits for it."""
 
     def job() -> Generator[object, None, None]:
         group = whole_group(transport, TAG)
-        yield GATE
+        yield GATE  # from here on the job posts messages
         for number in range(count):
             yield from group.exchange(*pieces, last=number == count - 1)
 

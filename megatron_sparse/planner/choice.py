@@ -119,13 +119,14 @@ class PricedPlanner(Planner):
     # The choice
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The settled scheme; for one step the best sparse one, where a sample needs a message."""
+        """The settled scheme, decided first if there is none; a sampling step may take another."""
         if bucket.world_size == 1:
             return Choice(DENSE, "one rank")
         state = self._state_of(bucket)
         if state.chosen is None:
             self._decide(bucket, state, step, density)
         settled = _settled(state)
+        # A sample needs the message of a sparse scheme.
         if SCHEMES[settled.scheme].takes_all and self._is_sampled(state, step, density):
             scheme = least(state.predicted_us, _sparse(state))
             reason = f"to sample the sparsity; else {settled.scheme}: {settled.reason}"
@@ -143,19 +144,20 @@ class PricedPlanner(Planner):
             candidates(self._config.schemes, self._compression.given_value_bits),
             bucket.grad_N.device.type,
         )
+        # From a profile: microseconds by scheme.
         price = partial(prices_us, shape, cluster=self._cluster, options=self._scheme, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
-        before, best = state.chosen, least(prices, prices)
+        before, best = state.chosen, least(prices, prices.keys())
         if before in prices:
             price_to_beat = (1 - self._pace.hysteresis) * prices[before]
             best = best if prices[best] < price_to_beat else before
         if SCHEMES[best].takes_all:
-            at_best = price(fully_overlapping(profile))
-            state.hopeless = SCHEMES[least(at_best, at_best)].takes_all
-        how = "sampled" if state.profile else "assumed uniform"
+            best_case = price(fully_overlapping(profile))
+            state.hopeless = SCHEMES[least(best_case, best_case.keys())].takes_all
+        basis = "sampled" if state.profile else "assumed uniform"
         state.chosen = best
-        state.reason = explain(best, prices, f"density {profile.density:.3g} {how}")
+        state.reason = explain(best, prices, f"density {profile.density:.3g} {basis}")
         if best != before and self._logs:
             change = (bucket.name, before or "nothing", best, state.reason)
             logger.info("step %d: bucket %s: %s -> %s, %s", step, *change)
@@ -166,11 +168,12 @@ class PricedPlanner(Planner):
     def _is_sampled(self, state: BucketState, step: int, density: float) -> bool:
         """Whether the bucket's sparsity is sampled in this step; the module says when."""
         if state.hopeless or density >= 1 or not _sparse(state):
-            return False
+            return False  # no sample would change the choice, or no message could be sampled
         ramp_start = self._compression.warmup
         target_start = ramp_start + self._compression.ramp
-        since = step - (ramp_start if step < target_start else target_start)
-        is_early, is_due = since < self._pace.profile_iters, since % self._pace.profile_every == 0
+        steps_in_phase = step - (ramp_start if step < target_start else target_start)
+        is_early = steps_in_phase < self._pace.profile_iters
+        is_due = steps_in_phase % self._pace.profile_every == 0
         has_halved = density <= state.profile_density / 2
         return is_early or is_due or has_halved
 
@@ -196,12 +199,13 @@ class PricedPlanner(Planner):
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """See `Planner`."""
+        """Samples the bucket's sparsity if it is due, and may decide anew; see `Planner`."""
         bucket, transport = exchange.bucket, exchange.transport
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
-        if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup:
+        is_warmup_end = plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup
+        if is_warmup_end:
             # Pricing takes time, so it is done here and not at the launch of the next step.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
@@ -222,7 +226,7 @@ class PricedPlanner(Planner):
     # Reports and checkpoints
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """See `Planner`. The row also holds the profile."""
+        """The bucket's row of `plan.json`, with its profile and all predicted times."""
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
         choice = Choice(plan.scheme, plan.reason)
         if plan.phase in (Phase.RAMP, Phase.TARGET) and bucket.world_size > 1:
@@ -243,7 +247,7 @@ class PricedPlanner(Planner):
         return {"basis": self._basis(), "buckets": buckets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Planner`.
+        """Restores what `state_dict` returned.
 
         If the settings have changed, profiles are kept and plans are made anew. If a bucket's size
         or group has changed, all its state is made anew when the bucket is next synchronised.
@@ -257,7 +261,7 @@ class PricedPlanner(Planner):
             self._states = {
                 name: BucketState.from_dict(values) for name, values in state["buckets"].items()
             }
-            same = state["basis"] == self._basis()
+            has_same_basis = state["basis"] == self._basis()
         except (TypeError, KeyError, AttributeError, MegatronSparseError) as error:
             raise CheckpointError(
                 "the saved plan is damaged",
@@ -265,7 +269,7 @@ class PricedPlanner(Planner):
                 got=error,
                 remedy="start from another checkpoint, or delete the plugin's folder in this one",
             ) from error
-        if not same:
+        if not has_same_basis:
             if self._logs:
                 logger.warning("the planner's settings have changed: all buckets are planned anew")
             for name, kept in self._states.items():

@@ -82,16 +82,16 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
         shape: of the whole bucket. Values travel inside in `shape.element_bytes`.
         cluster: of all ranks.
         inside: ranks of a node or instance.
-        grouped: whether a reduce-scatter is one for each node, as at level `node`.
+        grouped: whether a reduce-scatter is cut into one for each group, as at level `node`.
     """
     link = cluster.dense_link(inside)
     scatters = shape.op is CollectiveOp.REDUCE_SCATTER
     # Several reduce-scatters of fewer bytes pay more latencies for the same bytes together.
     scatter_count = shape.world_size // inside if scatters and grouped else 1
     rounds = (inside - 1) * scatter_count
-    part_bytes = -(-shape.numel // inside) * shape.element_bytes
+    part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
     scatter_s = rounds * link.alpha_s + (inside - 1) * part_bytes * link.beta_s
-    agreement_s = 0.0
+    agreement_s = 0.0  # of the all-gather by which ranks inside agree
     if cluster.device == "cpu":
         agreement_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
     # An all-reduce gathers the sums inside, in as many seconds.
@@ -143,20 +143,23 @@ class LevelPricing:
         Raises:
             ConfigError: the cluster file lacks a rate, or instances lie across nodes.
         """
-        n = shape.world_size
+        instance_ranks = shape.world_size
         # The sum over instances: ranks with the same place in all of them add up their shards.
-        whole = replace(shape, world_size=n * self.instances)
-        shard = replace(whole.lane(n), op=CollectiveOp.ALL_REDUCE)
+        whole = replace(shape, world_size=instance_ranks * self.instances)
+        shard = replace(whole.lane(instance_ranks), op=CollectiveOp.ALL_REDUCE)
         lane, within_s = shape, 0.0  # at level `rank` nothing is added inside
         if level == INSTANCE:
-            lane, within_s = shard, inside_s(whole, self.cluster, n, grouped=False)
+            lane = shard
+            within_s = inside_s(whole, self.cluster, instance_ranks, grouped=False)
         elif level == NODE:
             size = self.node_sizes[0]
-            lane, within_s = shape.lane(size), inside_s(shape, self.cluster, size, grouped=True)
+            lane = shape.lane(size)
+            within_s = inside_s(shape, self.cluster, size, grouped=True)
         prices_s = self._predict(lane, density, self.names)
-        scheme = least(prices_s, prices_s)
+        scheme = least(prices_s, prices_s.keys())
         across_s = prices_s[scheme]
         if level != INSTANCE and self.instances > 1:
+            # The backend adds up the instances' shards.
             across_s += self._predict(shard, 1.0, (DENSE,))[DENSE]
         return LevelPrice(scheme, within_s, across_s)
 
@@ -184,18 +187,18 @@ class LevelPricing:
         """
         sizes, instances = self.node_sizes, self.instances
         is_possible = {RANK: True, NODE: has_lanes(sizes), INSTANCE: instances > 1}
-        possible = [level for level in is_possible if is_possible[level]]
+        possible = [level for level, can_run in is_possible.items() if can_run]
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
         here = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))
 
         def total_s(level: str) -> float:
-            """Of all buckets."""
+            """Predicted seconds of all buckets together."""
             return sum(
                 count * here.price(level, shape, density).total_s for shape, count in shapes.items()
             )
 
         seconds = {level: total_s(level) for level in possible}
-        level = least(seconds, seconds)
-        told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
-        return LevelComparison(level, seconds, f"predicted: {told} ({self.cluster.name})")
+        level = least(seconds, seconds.keys())
+        times = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
+        return LevelComparison(level, seconds, f"predicted: {times} ({self.cluster.name})")

@@ -79,28 +79,27 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
     Raises:
         ConfigError: there is one rank only.
     """
-    found = yield from measure_topology(transport, sweep, clock)
+    topology = yield from measure_topology(transport, sweep, clock)
     dense = yield from _measure_dense(transport, sweep, clock)
-    return MeasuredLinks(found.node_sizes, found.nic, found.intra, found.inter, dense)
+    return MeasuredLinks(topology.node_sizes, topology.nic, topology.intra, topology.inter, dense)
 
 
 def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Topology]:
-    """`measure_links` without the backend's all-reduce: the ranks' nodes, and alphas and betas.
+    """Measures the ranks' nodes and links as `measure_links`, without the backend's all-reduce.
 
     If the ranks lack one of the two kinds of link, the other one is in its place.
     """
     if transport.world_size < 2:
         raise one_rank()
     nodes = members_of(transport.nodes)
-    inside = [ranks for ranks in nodes if len(ranks) > 1]
+    node_rings = [ranks for ranks in nodes if len(ranks) > 1]
     measured: dict[str, Link] = {}
     nic = "rank"
-    if inside:
-        measured["intra"] = yield from _measure_rings(transport, inside, sweep, clock)
+    if node_rings:
+        measured["intra"] = yield from _measure_rings(transport, node_rings, sweep, clock)
     if len(nodes) > 1:
-        measured["inter"] = yield from _measure_rings(
-            transport, [[ranks[0] for ranks in nodes]], sweep, clock
-        )
+        first_ranks = [ranks[0] for ranks in nodes]
+        measured["inter"] = yield from _measure_rings(transport, [first_ranks], sweep, clock)
         nic = yield from _measure_nic(transport, nodes, sweep, clock)
     either = next(iter(measured.values()))  # two ranks have a link
     sizes = tuple(len(ranks) for ranks in nodes)
@@ -128,21 +127,22 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
         Link(alpha_s=1.0, beta_s=0.002)
     """
     pairs = list(zip(message_bytes, times_s, strict=True))
-    large, large_s = zip(*(pair for pair in pairs if pair[0] > SMALL_BYTES), strict=True)
-    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # cluster files are for readers, too
+    large_pairs = [pair for pair in pairs if pair[0] > SMALL_BYTES]
+    large, large_s = zip(*large_pairs, strict=True)
+    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # short: people read cluster files
     beta_s = slope if slope > 0 else times_s[-1] / message_bytes[-1]
     alphas_s = [spent_s - beta_s * size for size, spent_s in pairs if size <= SMALL_BYTES]
     return Link(max(median(alphas_s), 0.0), beta_s)
 
 
 def complete[T](steps: Generator[Yielded, None, T]) -> T:
-    """Drives a measurement or a collective to its end on this thread, waiting for each work."""
+    """Drives a measurement or a collective, waiting here for each work; returns its result."""
     while True:
         try:
             outcome = next(steps)
         except StopIteration as end:
             return end.value
-        if not isinstance(outcome, Marker):
+        if not isinstance(outcome, Marker):  # a marker is no operation to wait for
             outcome.finish()
 
 
@@ -171,10 +171,10 @@ def times_by_rank(
     """
     spent = []
     for _ in range(repeats + 1):
-        yield from gather_rows([0.0], transport)
+        yield from gather_rows([0.0], transport)  # a barrier
         start_s = clock()
         for work in action():
-            if not isinstance(work, Marker):
+            if not isinstance(work, Marker):  # a marker is no operation to wait for
                 yield work
         spent.append(clock() - start_s)
     return (yield from gather_rows(spent[1:], transport))
@@ -252,18 +252,19 @@ def _measure_nic(
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
     """The alpha and beta of one of the 2 (n - 1) rounds of the backend's all-reduce, as a ring."""
     n = transport.world_size
-    pieces, times_s = [], []
+    round_bytes, times_s = [], []
     for nbytes in sweep.message_bytes:
         piece = nbytes // 8  # Elements of 4 bytes: a ring's messages are half as long as above.
         values_N = torch.zeros(n * piece, device=transport.device)
 
         def reduce(values_N: torch.Tensor = values_N) -> Iterable[Work]:
+            """The one all-reduce between two readings of the clock."""
             yield transport.all_reduce_(values_N)
 
         spent = yield from timed(transport, sweep.repeats, clock, reduce)
-        pieces.append(4.0 * piece)  # bytes of a round: the ring cuts the buffer into n pieces
+        round_bytes.append(4.0 * piece)  # the ring cuts the buffer into n pieces
         times_s.append(spent / (2 * (n - 1)))
-    return fit_link(pieces, times_s)
+    return fit_link(round_bytes, times_s)
 
 
 def host_clock(device: torch.device) -> Clock:

@@ -135,12 +135,13 @@ class Planner:
         value_bits = self._compression.given_value_bits
         if self.is_trial and phase is not Phase.OFF:
             phase = Phase.TRIAL
+        prunes_nothing = phase is not Phase.OFF and density == 1
         if not self.enabled:
             phase, choice = Phase.OFF, Choice(DENSE, "compression is switched off")
-        elif phase is not Phase.OFF and density == 1 and self._rounds(bucket):
-            what = "warm-up" if phase is Phase.WARMUP else "every element"
-            name = next(name for name, each in SCHEMES.items() if each.sends_whole)
-            choice = Choice(name, f"{what} in {dense_value_bits(value_bits)} bits")
+        elif prunes_nothing and self._rounds(bucket):
+            content = "warm-up" if phase is Phase.WARMUP else "every element"
+            whole_schemes = [name for name, scheme in SCHEMES.items() if scheme.sends_whole]
+            choice = Choice(whole_schemes[0], f"{content} in {dense_value_bits(value_bits)} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
             choice = Choice(DENSE, self._dense_reason(phase))
         else:
@@ -252,10 +253,11 @@ class Planner:
 
 def shape_of(bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None) -> BucketShape:
     """The bucket's sizes, operation and ranks: what costs depend on beside the gradients."""
+    kept = [piece.stop - piece.start for piece in bucket.parameters if piece.keep]
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return BucketShape(
         bucket.numel,
-        sum(p.stop - p.start for p in bucket.parameters if p.keep),
+        sum(kept),
         value_dtype.itemsize,
         bucket.op,
         bucket.world_size,

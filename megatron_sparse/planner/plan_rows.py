@@ -50,10 +50,10 @@ class Pricing:
     value_bits: int | None = None
 
     def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
-        """Prices one bucket.
+        """Prices one bucket with all candidates; returns its row (see the module).
 
         Args:
-            name: the bucket's.
+            name: the bucket's name.
             shape: its sizes.
             profile: the sparsity of its gradients.
             basis: the source of the profile, in words.
@@ -67,7 +67,7 @@ class Pricing:
             options=SchemeConfig(),
             names=candidates(self.schemes, shape.value_bits),
         )
-        chosen = least(prices, prices)
+        chosen = least(prices, prices.keys())
         return {
             "bucket": name,
             **asdict(shape),
@@ -96,7 +96,7 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
         return list(rows.values())
     priced = []
     for name, row in rows.items():
-        lanes = row.get("lanes", 1)
+        lanes = row.get("lanes", 1)  # they share the ranks evenly
         if ranks and ranks % lanes:
             raise ConfigError(
                 f"plan: bucket {name} is a part of a bucket, one of {lanes} in each node",
@@ -113,9 +113,9 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
             value_bits=row.get("value_bits"),
             lanes=lanes,
         )
-        known = row.get("profile")
-        profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])
-        basis = "sampled in the run" if known else "assumed uniform"
+        sampled = row.get("profile")
+        profile = SparsityProfile.from_dict(sampled) if sampled else prior(shape, row["density"])
+        basis = "sampled in the run" if sampled else "assumed uniform"
         priced.append(pricing.row(name, shape, profile, basis))
     return priced
 
@@ -123,10 +123,10 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
 def of_sizes(
     sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
-    """Fp32 buckets of given sizes in bytes, at an assumed density."""
+    """The rows of fp32 buckets of these sizes in bytes, at one density, with no kept element."""
     rows = []
     for nbytes in sizes:
-        shape = BucketShape(nbytes // 4, 0, 4, op, ranks)
+        shape = BucketShape(nbytes // 4, kept_numel=0, element_bytes=4, op=op, world_size=ranks)
         rows.append(pricing.row(f"{nbytes} B", shape, prior(shape, density), "assumed uniform"))
     return rows
 
@@ -153,13 +153,13 @@ def rows(
             expected="either RUN or --bucket-bytes SIZE,...",
             got="none of them" if run is None else "RUN and --bucket-bytes",
         )
-    is_complete = pricing is not None or ranks is None  # other ranks need other prices
-    if run is not None and is_complete:
+    can_show_run = pricing is not None or ranks is None  # other ranks need new prices, so a cluster
+    if run is not None and can_show_run:
         return of_run(run, pricing, ranks)
     if pricing is None:
-        priced = "--bucket-bytes" if run is None else "RUN with --ranks"
+        request = "--bucket-bytes" if run is None else "RUN with --ranks"
         raise ConfigError(
-            f"plan: {priced} needs a cluster to be priced on",
+            f"plan: {request} needs a cluster to be priced on",
             expected="--cluster FILE, or the name of a shipped model cluster",
             got="no --cluster",
             remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
@@ -189,8 +189,8 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
     for group in groups.values():
         _print_group(console, group)
     counts = Counter(row["chosen"] for row in rows)
-    told = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
-    console.print(f"{len(rows)} buckets: {told}", markup=False)
+    summary = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
+    console.print(f"{len(rows)} buckets: {summary}", markup=False)
 
 
 def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:

@@ -90,7 +90,8 @@ def read_plan(path: Path) -> dict[str, dict[str, Any]]:
     try:
         rows = json.loads(file.read_text("utf-8"))["buckets"]
         found = {row["bucket"]: row for row in rows}
-        lacking = sorted(set().union(*(needed - row.keys() for row in rows)))
+        lacking_by_row = [needed - row.keys() for row in rows]
+        lacking = sorted(set().union(*lacking_by_row))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} is no plan",

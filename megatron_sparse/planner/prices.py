@@ -57,7 +57,7 @@ def predict(
         A MODEL: of the links, of local work that they do not hide, and of the host.
 
     Raises:
-        ConfigError: the scheme is unknown, lacks the form, or does not fit the options; the profile
+        ConfigError: the scheme is unknown, lacks `op`, or does not fit the options; the profile
             is of another bucket; or the cluster file lacks a codec.
 
     Example:
@@ -92,17 +92,18 @@ def predict(
             remedy="profile this model again",
         )
 
-    entry, lasting = SCHEMES[scheme], without_chance(profile)
+    entry = SCHEMES[scheme]
+    densities = SumDensities(without_chance(profile), shape)
     # `capacity=auto` becomes the factor of this device and scheme, or None.
     factor = options.capacity_on(cluster.device, takes_slots=entry.takes_slots)
     options = replace(options, capacity=factor)
     assert entry.cost is not None, "as `fits` has found"
     topology = cluster.topology(shape.world_size)
-    run = DryRun(shape, SumDensities(lasting, shape), cluster, options, topology)
+    run = DryRun(shape, densities, cluster, options, topology)
     if entry.takes is Input.SPARSE:
-        selected = run.messages(entry.message_format(options))
-        run.select(run.whole_messages() if entry.sends_whole else selected)
-    entry.cost(run)
+        sparse_form = run.messages(entry.message_format(options))
+        run.select(run.whole_messages() if entry.sends_whole else sparse_form)
+    entry.cost(run)  # moves the ranks' clocks by the scheme's rounds
     return float(run.clocks.now_n.max()) + cluster.host_s_per_bucket
 
 
@@ -143,13 +144,13 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
             expected=f"instances of whole nodes of {size} ranks, or nodes of whole instances",
             got=f"{lanes} ranks an instance",
         )
-    here = max(size // lanes, 1)  # ranks of the lane on a node: those of whole instances there
+    node_ranks = max(size // lanes, 1)  # of the lane: one for each whole instance on the node
     sharing = min(lanes, size) if cluster.nic == "node" else 1
     beta_s = sharing * cluster.inter.beta_s
     dense_beta_s = max(sharing * cluster.dense.beta_s, beta_s)
     return replace(
         cluster,
-        nodes=(here,) * (ranks // here) if ranks >= here else (ranks,),
+        nodes=(node_ranks,) * (ranks // node_ranks) if ranks >= node_ranks else (ranks,),
         inter=Link(cluster.inter.alpha_s, beta_s),
         dense=Link(cluster.dense.alpha_s, dense_beta_s),
     )
@@ -185,7 +186,7 @@ def predict_all(
 def fits(
     scheme: str, op: CollectiveOp, options: SchemeConfig, value_bits: int | None = None
 ) -> bool:
-    """Whether a scheme has a model, supports the form, and has the messages that are asked for:
+    """Whether a scheme has a model, supports `op`, and has the messages that are asked for:
     of fixed size with `scheme.capacity`, with values of few bits with `compression.value_bits`.
 
     `straggler` and `straggler_direct` have no model here: their time depends on the delay of a rank
@@ -282,7 +283,7 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
 
 
 def explain(chosen: str, prices: dict[str, float], basis: str) -> str:
-    """The reason in words: the times of the chosen scheme, of dense and of the next best scheme."""
+    """The reason in words: the times of the chosen scheme, dense and the next best; the `basis`."""
     told = [f"{chosen} {prices[chosen]:.0f} us"]
     others = [name for name in prices if name not in (chosen, DENSE)]
     if chosen != DENSE:

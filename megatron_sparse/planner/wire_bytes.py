@@ -57,8 +57,9 @@ def predicted_bytes(
     """
     n = bucket.world_size
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize
-    kept = sum(p.stop - p.start for p in bucket.parameters if p.keep)
-    pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
+    kept_sizes = [piece.stop - piece.start for piece in bucket.parameters if piece.keep]
+    kept = sum(kept_sizes)
+    pruned = sum(piece.stop - piece.start for piece in bucket.parameters) - kept
 
     form = scheme.format if value_bits is None else "rice"
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
@@ -70,18 +71,19 @@ def predicted_bytes(
         return kept * bytes_of_kept + pruned * bytes_of_pruned
 
     sent_density, sum_density = density, 1 - (1 - density) ** n
-    if factor is not None:  # of slots that are full
+    if factor is not None:  # capacity mode: full slots are sent
         sent_density = min(factor * density, 1)
         sum_density = min(n * sent_density, 1)
-    message, of_others = message_bytes(sent_density, value_bits, form), (n - 1) / n
+    message = message_bytes(sent_density, value_bits, form)
+    others_share = (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
-        agsparse = direct = of_others * message
+        agsparse = direct = others_share * message
     else:
         agsparse = (n - 1) * message
         # Sums of other messages than Rice travel in the smallest format, whatever these have.
         sum_form = form if form == "rice" else "auto"
         sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
-        direct = of_others * (message + sums)
+        direct = others_share * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
-    across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
-    return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}
+    instances = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
+    return {"dense": dense, "agsparse": agsparse + instances, "direct": direct + instances}

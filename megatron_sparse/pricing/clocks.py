@@ -81,7 +81,7 @@ class RankClocks:
             rounds: of all ranks.
             host_s: seconds that a message costs each of its two ends before it is posted.
         """
-        in_full = [Round(*np.broadcast_arrays(*each)) for each in rounds]
+        in_full = [Round(*np.broadcast_arrays(*sent)) for sent in rounds]  # a value for each rank
         if self._shares_nic and len(self.topology.node_sizes) > 1:
             QueuedRounds(self.topology, in_full, host_s).run(self)
             return
@@ -95,14 +95,15 @@ class RankClocks:
         """
         senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
+        # The host of either end first posts the message.
         is_end_n = np.zeros_like(self.now_n)
         is_end_n[senders] = is_end_n[targets] = 1.0
         self.now_n = self.now_n + host_s * is_end_n
-        inside = self._node_n[senders] == self._node_n[targets]
+        same_node = self._node_n[senders] == self._node_n[targets]
         intra, inter = self.topology.intra, self.topology.inter
         start_s = np.maximum(self.now_n[senders], self.now_n[targets])
-        left_s = start_s + np.where(inside, intra.beta_s, inter.beta_s) * nbytes
-        arrived_s = left_s + np.where(inside, intra.alpha_s, inter.alpha_s)
+        left_s = start_s + np.where(same_node, intra.beta_s, inter.beta_s) * nbytes
+        arrived_s = left_s + np.where(same_node, intra.alpha_s, inter.alpha_s)
         done_n = self.now_n.copy()
         done_n[senders] = left_s
         done_n[targets] = np.maximum(done_n[targets], arrived_s)
@@ -137,12 +138,12 @@ class RankClocks:
         peers = self.ranks_n[1:]
         if not peers.size:
             return
-        inside = self._node_n[peers] == self._node_n[0]
+        same_node = self._node_n[peers] == self._node_n[0]
         # Messages of one kind of link take turns at rank 0's port; the two kinds run side by side.
         times_s = []
-        for link, which in ((self.topology.intra, inside), (self.topology.inter, ~inside)):
-            if which.any():
-                times_s.append(link.alpha_s + link.beta_s * nbytes_n[peers[which]].sum())
+        for link, chosen in ((self.topology.intra, same_node), (self.topology.inter, ~same_node)):
+            if chosen.any():
+                times_s.append(link.alpha_s + link.beta_s * nbytes_n[peers[chosen]].sum())
         end_s = self.now_n.max() + host_s * peers.size + max(times_s)
         self.now_n = np.full(self.ranks_n.size, end_s)
 
@@ -246,7 +247,7 @@ class QueuedRounds:
 
 
 def _all_pairs(topology: Topology) -> tuple[float, float]:
-    """Returns alpha, and seconds a byte of one message, of all ranks' messages to all others.
+    """Returns alpha, and the seconds for each byte of one message, where all ranks send to all.
 
     A `VirtualCluster` starts messages by rank, as soon as both ports are free. With private ports
     the number of messages in a row is the next power of two of the number of ranks, less one; this
@@ -255,6 +256,7 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     """
     n, sizes = topology.world_size, topology.node_sizes
     largest = max(sizes)
+    # Seconds a byte of the messages within nodes, and of those between them.
     within = (_next_power(largest) - 1) * topology.intra.beta_s
     between = 0.0
     if len(sizes) > 1 and topology.nic == "node":

@@ -184,8 +184,8 @@ class ClusterModel:
         Within one node of a cluster that was measured across nodes, that is `intra`: the backend
         was not measured there.
         """
-        alone = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
-        return self.intra if alone else self.dense
+        is_within_node = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
+        return self.intra if is_within_node else self.dense
 
     def codec_s(
         self, op: CodecOp, format: str, numel: float, density: float, element_bytes: int = 4
@@ -205,8 +205,8 @@ class ClusterModel:
         """
         if not numel:
             return 0.0
-        found = self._rates.get((op, format))
-        if found is None:
+        rates = self._rates.get((op, format))
+        if rates is None:
             known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
             raise ConfigError(
                 f"cluster {self.name} has no codec rate for {op} {format}",
@@ -214,11 +214,12 @@ class ClusterModel:
                 got=f"{op} {format}",
                 remedy=_REMEASURE,
             )
-        narrow = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
+        # Rates are those of fp32, of 4 bytes.
+        width_ratio = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
         if format == "pairs":
-            found = _on_this_side(found, density)
-        per_call, per_element = _between(found, density)
-        return per_call + numel * per_element * narrow
+            rates = _on_this_side(rates, density)
+        per_call, per_element = _between(rates, density)
+        return per_call + numel * per_element * width_ratio
 
     @cached_property
     def _rates(self) -> dict[tuple[CodecOp, str], list[CodecRate]]:
@@ -256,18 +257,19 @@ class ClusterModel:
         from omegaconf import OmegaConf
 
         try:
-            mapping = OmegaConf.to_container(OmegaConf.load(path))
+            content = OmegaConf.to_container(OmegaConf.load(path))
         except Exception as error:  # yaml's errors have no common base with those of the disk
-            mapping = " ".join(f"{type(error).__name__}: {error}".split())
-        if not isinstance(mapping, dict) or not mapping:
+            # The error's text takes the content's place, and is refused below.
+            content = " ".join(f"{type(error).__name__}: {error}".split())
+        if not isinstance(content, dict) or not content:
             raise ConfigError(
                 f"{path} cannot be read",
                 expected="a cluster, as YAML",
-                got=mapping or "nothing in it",
+                got=content or "nothing in it",
                 remedy=_REMEASURE,
             )
         try:
-            return _cluster(mapping)
+            return _cluster(content)
         except ConfigError as error:
             raise ConfigError(
                 f"{path}: {error.what}",
@@ -291,13 +293,13 @@ class ClusterModel:
             path.write_text(self.to_yaml(comment), "utf-8")
 
     def to_yaml(self, comment: str) -> str:
-        """The file's text. The long list is not the last key: a cut file lacks one."""
+        """The file's text. The long list is not the last key, so a truncated file lacks one."""
         text = io.StringIO()
         text.writelines(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "codec":
-                text.write("codec:\n")
+                text.write("codec:\n")  # a line for each rate
                 text.writelines(f"- {_flow(dataclasses.asdict(rate))}\n" for rate in value)
             else:
                 plain = dataclasses.asdict(value) if isinstance(value, Link) else value
@@ -392,17 +394,18 @@ def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:
         form: tuple(_typed(f"ring_densities.{form}", triple, list))
         for form, triple in densities.items()
     }
-    found = _typed("fingerprint", values["fingerprint"], dict)
-    values["fingerprint"] = {str(field): str(value) for field, value in found.items()}
+    fingerprint = _typed("fingerprint", values["fingerprint"], dict)
+    values["fingerprint"] = {str(field): str(value) for field, value in fingerprint.items()}
     values["nodes"] = tuple(_typed("nodes", values["nodes"], list))
     return ClusterModel(**values | {"name": str(values["name"]), "codec": tuple(rates)})
 
 
 def _exact(key: str, value: object, kind: type) -> dict[str, Any]:
-    """A mapping with the fields of a dataclass, no less and no more."""
+    """Returns `value` as a dict, if it is one whose keys are the fields of the dataclass `kind`."""
     mapping = _typed(key, value, dict)
     names = [field.name for field in dataclasses.fields(kind)]
-    for name in sorted(map(str, mapping.keys() ^ set(names))):  # the first one is told
+    wrong = mapping.keys() ^ set(names)  # missing or unknown
+    for name in sorted(map(str, wrong)):  # the error names the first one
         raise ConfigError(
             f"{key} {'lacks' if name in names else 'has an unknown key'} {name!r}",
             expected=", ".join(names),
@@ -424,4 +427,4 @@ def _flow(value: object) -> str:
         return "{" + ", ".join(f"{key}: {_flow(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_flow, value)) + "]"
-    return json.dumps(value)  # which is YAML, and has no word that YAML takes for a number
+    return json.dumps(value)  # JSON is YAML, and quotes texts: none is read as a number

@@ -75,11 +75,11 @@ class SumDensities:
         by_size, measured_ranks = profile.block_density, 1
         if ranks > 1:
             by_size, measured_ranks = profile.sum_block_density, profile.world_size
-        # Fitted to what was measured, which is the whole bucket.
+        # Fitted to what was measured, the whole bucket, in parts that follow its skewness.
         whole_P = self._partitions(measured_ranks, max(parts, 64))
-        elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
-        here_P = self.shards(ranks, parts)
-        return -np.expm1(elements * np.log1p(-np.minimum(here_P, MOST_DENSITY)))
+        block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
+        shard_P = self.shards(ranks, parts)
+        return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:
         """The density of the sum of so many ranks in the whole pruned part."""
@@ -98,9 +98,10 @@ class SumDensities:
         everyone = self._profile.world_size
         one_P = self._mean(1) * _shares(self._profile.skewness, parts)
         if ranks == 1 or everyone == 1:
-            density_P = one_P
+            density_P = one_P  # no law: one rank is summed or measured
         else:
             all_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
+            # Clipped, because u must be above 0 and finite.
             u_one_P = -np.log1p(-np.clip(one_P, 1e-12, MOST_DENSITY))
             u_all_P = np.maximum(-np.log1p(-np.clip(all_P, 1e-12, MOST_DENSITY)), u_one_P)
             slope_P = np.log(u_all_P / u_one_P) / math.log(everyone)
@@ -143,7 +144,7 @@ def _clump_numel(profile: SparsityProfile) -> float:
     filled = profile.block_density[size]
     if not filled:
         return 1.0
-    measured = profile.density * size / filled
+    measured = profile.density * size / filled  # non-zero elements of a non-zero block
     density = min(profile.density, MOST_DENSITY)
     independent = density * size / -math.expm1(size * math.log1p(-density))
     return max(measured / independent, 1.0)

@@ -122,7 +122,7 @@ class DryRun:
         return density_P if factor is None else np.full_like(density_P, min(factor * target, 1.0))
 
     def select(self, form: RecordFormat) -> None:
-        """Threshold, error feedback, pruning and encoding of the whole bucket."""
+        """Adds the seconds of threshold, error feedback, pruning and encoding to all clocks."""
         density = self.densities.whole(1)
         if isinstance(form, BlockFormat):
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
@@ -158,7 +158,7 @@ class DryRun:
         return Topology((ranks,), topology.intra, topology.inter)
 
     def lane(self, sharing: float) -> Topology:
-        """One rank of each node.
+        """The topology of a lane: one rank of each node.
 
         Args:
             sharing: bytes that all lanes of a node send to other nodes, divided by this lane's; it

@@ -114,7 +114,7 @@ class SparsityProfile:
         if self.density == 0:
             return 0.0
         if any(k < ranks and density >= 1 for k, density in points.items()):
-            return 1.0
+            return 1.0  # fewer ranks already have every element
         # At most all elements but half a one are non-zero: u would be infinite at full density.
         most = 1 - 0.5 / self.numel
         known = sorted(points)
@@ -136,20 +136,21 @@ class SparsityProfile:
             density: in [0, 1].
             world_size: ranks.
         """
+        # Densities of the sums of k ranks.
         sums = {k: 1 - (1 - density) ** k for k in union_counts(world_size)}
-        total = sums[world_size]
+        sum_of_all = sums[world_size]
         partitions = partition_counts(numel, world_size)
         return cls(
             numel,
             world_size,
             density,
-            densification={k: s / density if density else 1.0 for k, s in sums.items()},
+            densification={k: union / density if density else 1.0 for k, union in sums.items()},
             skewness=dict.fromkeys(partitions, 1.0),
             sum_skewness=dict.fromkeys(partitions, 1.0),
             # Of |A| = |B| = d N elements, d of A's are in B.
             overlap=(density,) * len(QUANTILES),
             block_density={size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
-            sum_block_density={size: 1 - (1 - total) ** size for size in BLOCK_SIZES},
+            sum_block_density={size: 1 - (1 - sum_of_all) ** size for size in BLOCK_SIZES},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,5 +231,6 @@ def _check(profile: SparsityProfile) -> None:
         for key, value in found.items():
             if not (low <= value <= high and math.isfinite(value)):
                 raise _wrong(f"{name}[{key}]", f"{low:g} to {high:g}", value)
-    if len(profile.overlap) != len(QUANTILES) or not all(0 <= v <= 1 for v in profile.overlap):
+    are_ratios = all(0 <= overlap <= 1 for overlap in profile.overlap)
+    if len(profile.overlap) != len(QUANTILES) or not are_ratios:
         raise _wrong("overlap", f"{len(QUANTILES)} ratios from 0 to 1", profile.overlap)

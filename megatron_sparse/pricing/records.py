@@ -78,8 +78,8 @@ class RecordFormat:
             value_bytes: of a value, unless it has `value_bits`.
         """
         if not piece.numel:
-            return 0.0 * np.asarray(density)
-        headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
+            return 0.0 * np.asarray(density)  # a zero for each density
+        headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))  # a record of each kind
         # Where pruned elements travel in few bits, kept ones travel in bf16.
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
         pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
@@ -111,10 +111,11 @@ class RecordFormat:
         """The format in which a record of this density is encoded, as codec rates name it."""
         if self.value_bits is not None:
             return "dense_q4" if self.name == "dense" else "rice_q4"
+        # The smallest of the formats that may be written, or dense.
         names = ("coo", "pici") if self.name == "auto" else (self.name,)
         sizes = {name: record_bytes(density, value_bytes, name) for name in names}
-        least = min(sizes, key=lambda name: sizes[name])
-        return least if sizes[least] < value_bytes else "dense"
+        smallest = min(sizes, key=lambda name: sizes[name])
+        return smallest if sizes[smallest] < value_bytes else "dense"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class BlockFormat(RecordFormat):
         return np.minimum(sparse, numel * value_bytes)
 
     def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
+        """Seconds of one codec call; `density` is the fraction of blocks that are not zero."""
         block_bytes = self.block_size * value_bytes
         form = "dense" if density * (INDEX_BYTES + block_bytes) >= block_bytes else "blocks"
         # A block is empty with the probability 1 - density = (1 - element_density)^block_size.
@@ -157,7 +159,7 @@ def _by_position(density: Density, value_bytes: int) -> Density:
 
 
 def each(function: Callable[[float], float], density: Density) -> Density:
-    """A function of each density; called once for equal ones."""
+    """The function's value for a density, or for each of an array; called once for equal ones."""
     if np.ndim(density) == 0:
         return function(float(density))
     values, places = np.unique(np.round(density, 12), return_inverse=True)
@@ -195,7 +197,8 @@ def record_bytes(
         "pici": density * element_bytes + BITMAP_BYTES,
         "dense": float(element_bytes),
     }
-    return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)
+    size = min(sizes.values()) if form == "auto" else sizes[form]
+    return min(size, element_bytes)  # a record is dense where sparse is larger
 
 
 def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
@@ -206,11 +209,13 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
     if density <= 0:
         return 0.0
     parameter, span = _rice_parameter(density), rice_span(density)
-    gap_bits, chunk_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter)), CHUNK_BITS
+    gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))  # of an entry's position
+    chunk_bits = CHUNK_BITS
     if fixed:
         gap_bits = parameter + 1 + (1 - density) / density / 2**parameter
         # Quantised values are in planes of bits and groups; a chunk begins all of them anew.
-        chunk_bits = 64 + 32 * (span + (math.ceil(8 * value_bytes) if value_bytes < 2 else 0))
+        section_words = math.ceil(8 * value_bytes) if value_bytes < 2 else 0
+        chunk_bits = 64 + 32 * (span + section_words)  # the table's row, and words of 32 bits
     return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span
 
 

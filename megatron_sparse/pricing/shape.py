@@ -69,7 +69,7 @@ class BucketShape:
         """
         return replace(
             self,
-            numel=-(-self.numel // lanes),
+            numel=-(-self.numel // lanes),  # rounded up, as is the next one
             kept_numel=-(-self.kept_numel // lanes),
             world_size=self.world_size // lanes,
             lanes=lanes,
