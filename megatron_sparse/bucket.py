@@ -186,6 +186,10 @@ class Layout:
     def of(cls, bucket: Bucket, shards: int, extra_cuts: Cuts = ()) -> Layout:
         """Cuts `bucket` into `shards` equal shards, then by runs of one kind.
 
+        A piece is a parameter or a padding; its kind is whether it is kept, and lossless. Segments
+        are cut where the kind changes, at borders of shards and where they get too long; ranges at
+        every piece too.
+
         `extra_cuts` are further borders, each from 0 to the bucket's end.
 
         Padding is sent with the parameter before it, but is a piece of its own, so that how much
@@ -203,7 +207,7 @@ class Layout:
         kinds = _piece_kinds(bucket, piece_parameter)
         kind_starts = {
             start
-            for index, start in enumerate(pieces[:-1])
+            for index, start in enumerate(pieces[:-1])  # the last offset is the bucket's end
             if index == 0 or kinds[index] != kinds[index - 1]
         }
         segments = _split_long(sorted({*shard_starts, numel, *kind_starts, *extra_cuts}))

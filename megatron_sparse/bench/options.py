@@ -231,7 +231,8 @@ class Options:
         import typer
 
         types = get_type_hints(cls)
-        for option_field, flag, (_, default, parse, _, settings) in _options(cls):
+        for option_field, flag, declared in _options(cls):
+            default, parse, settings = declared.default, declared.parse, declared.settings
             kind = types[option_field.name]
             if parse is not None:  # Typer hands over the text, which `of` parses
                 kind = str | None if default is None else str

@@ -111,7 +111,9 @@ def calibrate(
 def measure_host(
     transport: Transport, progress: Progress, repeats: int, clock: Clock
 ) -> tuple[float, float]:
-    """Seconds a message and a bucket, neither negative; the same on all ranks.
+    """Seconds that training adds to a message and to a bucket; the same on all ranks.
+
+    A difference of times that comes out negative counts as 0.
 
     Args:
         transport: real ranks, 2 at least.
@@ -135,6 +137,7 @@ def measure_host(
         seconds(partial(_send_driven, transport, pieces, count, progress)) for count in (FEW, MANY)
     ]
     # What the progress thread adds to a message: costs that occur once cancel.
+    # What a further message costs by the thread, less what it costs bare.
     a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
     reduced_s = seconds(_reduction(transport, progress))
     a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(small_N).finish())

@@ -98,9 +98,11 @@ def cost(run: DryRun) -> None:
         return
     if not run.has_slots:
         run.agree()
-    density = float(run.densities.whole(1))
+    density = float(run.densities.whole(1))  # of one message
+    # Uncut messages: one piece, whose density is the message's or, in capacity mode, its slots'.
     nbytes = float(record_format.nbytes(run.piece(), run.message_density()[0], run.b))
     run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])  # step, bytes, local work
+    # The first of the n messages is written, the others are added to it.
     first_s = record_format.seconds(CodecOp.DECODE, run.piece(), density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, run.piece(), density, run.b)
     run.work(float(first_s + (run.n - 1) * addition_s))

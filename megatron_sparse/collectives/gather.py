@@ -161,11 +161,18 @@ def doubling_all_gather(
         target, source = (rank - have) % n, (rank + have) % n
         rounds.append(([(target, span(0, more))], [(source, span(have, have + more))]))
         held.append(have + more)
+    # last: this rank posts nothing more in the collective.
     yield from group.in_rounds(rounds, hand_over, last=True)
 
 
 def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) -> None:
-    """Bruck's order (`gather.doubling_all_gather`): pieces are decoded a round after they came."""
+    """Bruck's order (`gather.doubling_all_gather`): pieces are decoded a round after they came.
+
+    Args:
+        run: its clocks are moved on to the end of the all-gather.
+        nbytes: of a rank's piece; one number for all ranks, or one for each.
+        decoding: seconds of decoding that piece, likewise.
+    """
     n, ranks = run.n, np.arange(run.n)
     nbytes_n, decoding_n = (np.broadcast_to(values, n) for values in (nbytes, decoding))
 

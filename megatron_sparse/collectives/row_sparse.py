@@ -111,7 +111,9 @@ def row_sparse(
     scheme = f"{NAME} ({way}) {reduction} of rows {[gradient.num_rows, columns]}"
     identity = Identity(scheme, bucket, value_dtype, step)
     run = _Run(gradient, reduction, transport, buffers, parts, identity)
+    # By part, those of this rank's rows that lie in it. Rank i sums up part i in `direct`.
     positions = [part.positions(gradient) for part in parts]
+    # By rank, then by part: how many rows the rank has in the part.
     counts = yield from run.agree([taken.numel() for taken in positions], parts)
     if way is RowSparseWay.AUTO:
         way = cheapest_way(counts, parts)

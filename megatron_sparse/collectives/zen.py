@@ -73,7 +73,8 @@ NAME = "zen"
 def zen(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Sums are fp32 and rounded once, to nearest even, where values travel narrower.
+    Sums are fp32 and rounded once, to nearest even, where values travel narrower. Returns the bytes
+    that this rank sent.
 
     Args:
         exchange: the bucket, and the means to synchronise it.
@@ -94,6 +95,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
     step, checksum = message.step, message.checksum
+    # Of each server's partition, which lies all over the bucket: offset 0.
     records = [
         PartitionRecord(h0, server, dtype, offset=0, step=step, checksum=checksum)
         for server in range(n)

@@ -113,6 +113,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # as in Megatron: the first batch has launched it already
         attachment, overlap = self.sparse_attachment, self.ddp_config.overlap_grad_reduce
+        # Where the reducer would only sum, Megatron's own collective runs.
         timed: TimedHandle | None = attachment.left_to_megatron(self.sparse_group)
         if timed is not None:
             super().start_grad_sync()
@@ -122,11 +123,12 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             else:
                 timed.wait()
             return
-        self._prepare_alone()
+        self._prepare_alone()  # Megatron's preparation of the buckets, without a collective
         handle: Handle = attachment.launch(self.sparse_group)
         if overlap:
             self.grad_reduce_handle = handle
-        # Then Megatron launches in `finish_grad_sync`, and never waits for the handle.
+        # In the first batch of several optimizer instances Megatron launches in `finish_grad_sync`,
+        # and never waits for the handle.
         is_launched_at_end = self.is_first_batch and self._has_instances
         if not overlap or is_launched_at_end:
             handle.wait()

@@ -42,11 +42,12 @@ class ResidualUnit:
         self._on_few_tokens = on_few_tokens
         self.loss_scale: float | None = None
         self.gradient_factor: torch.Tensor | None = None
+        # The factor of the step under way, which may yet be skipped.
         self._new_factor: torch.Tensor | None = None
-        self._optimizer: Any = None
+        self._optimizer: Any = None  # until `bind`
         self._chunks = [chunk for chunk in chunks if divides_by_tokens(chunk)]
         for chunk in self._chunks:
-            self._record_factor_of(chunk)
+            self._record_factor_of(chunk)  # wraps its `scale_gradients`
 
     @property
     def per_token(self) -> bool:

@@ -194,7 +194,10 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
-    """Prints the buckets' names and shape, the table of prices, and the choice with its reason."""
+    """Prints the buckets' names and shape, the table of prices, and the choice with its reason.
+
+    Rows of a group differ in their bucket and profile only, so the first one speaks for all.
+    """
     row = group[0]
     names = ", ".join(member["bucket"] for member in group[:NAMES_SHOWN])
     more = f" and {len(group) - NAMES_SHOWN} more" if len(group) > NAMES_SHOWN else ""

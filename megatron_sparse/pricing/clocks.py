@@ -223,14 +223,15 @@ class QueuedRounds:
             if source >= 0:
                 messages.append((source, source, rank))
             self._pending[rank] = len(messages)
-            if not messages:
+            if not messages:  # empty for this rank: local work only
                 self._now_s[rank] += self._meanwhile[number][rank]
                 self._place[rank] += 1
                 continue
             self._now_s[rank] += self._host_s
             self._done_s[rank] = self._now_s[rank]
             for peer, sender, receiver in messages:
-                # The later one of the two finds the other waiting.
+                # The later one of the two finds the other waiting, and makes the message ready;
+                # no round has a message from a rank to itself.
                 is_waiting = self._place[peer] == number and self._pending[peer] > 0
                 if is_waiting and peer != rank:
                     since_s = max(self._now_s[rank], self._now_s[peer])

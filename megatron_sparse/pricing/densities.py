@@ -70,7 +70,13 @@ class SumDensities:
         return self._partitions(ranks * self._ranks_each, parts * self._lanes)[:parts]
 
     def block_density(self, ranks: int, parts: int, block_size: int) -> np.ndarray:
-        """Fraction of a part's blocks that are non-zero, for one contribution or all of them."""
+        """Fraction of each part's blocks that are non-zero, P numbers.
+
+        Args:
+            ranks: 1 for one contribution, else all of them: nothing between was measured.
+            parts: P.
+            block_size: elements of a block.
+        """
         profile = self._profile
         by_size, measured_ranks = profile.block_density, 1
         if ranks > 1:

@@ -321,11 +321,11 @@ class Pending[T]:
         Args:
             gate_is_open: whether no job before this one may still post.
         """
-        if self.after is not None:
+        if self.after is not None:  # `step` lets the stream wait for that job's work
             return self.after.queued()
         if self._is_at_gate:
             return gate_is_open
-        if self._work is None:
+        if self._work is None:  # it waits for no operation
             return True
         # After the deadline the job is resumed too, and `_finish_work` raises.
         waited_s = time.perf_counter() - self._since_s

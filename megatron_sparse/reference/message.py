@@ -87,7 +87,14 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
 def _sections(
     record_format: int, values: torch.Tensor, kept: torch.Tensor, spec: RecordSpec
 ) -> bytes:
-    """The sections of a segment's record in one of the formats but Rice."""
+    """What follows the header of a segment's record, in any format but Rice.
+
+    Args:
+        record_format: Pici, blocks, dense, or else COO: all kept positions, then all values.
+        values: the segment's elements, in the dtype of the wire.
+        kept: bool, which of them travel; ignored by a dense record.
+        spec: the order inside a tile of Pici, and the size of a block.
+    """
     if record_format == FORMAT_PICI:
         return pici.encode(values, kept, linear=not spec.paper_order)
     if record_format == FORMAT_BLOCKS:

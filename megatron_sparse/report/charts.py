@@ -193,7 +193,9 @@ def stacked_areas(
 def stacked_bars(
     axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, float]], stages: Sequence[str]
 ) -> None:
-    """A bar of milliseconds for each name, first on top, of stages side by side; legend below.
+    """A bar of milliseconds for each name, first on top, of stages end to end.
+
+    Stages are labelled for a legend, which the caller draws (`legend_below`).
 
     Args:
         axes: empty.

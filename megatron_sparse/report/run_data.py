@@ -197,7 +197,12 @@ def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:
 def _load_summary(
     folder: Path, history: RunHistory, config: Mapping[str, Any], gaps: list[str]
 ) -> Mapping[str, Any]:
-    """The summary file's fields, with totals taken from the iterations."""
+    """The summary file's fields, with totals taken from the iterations.
+
+    Without a readable file only the totals, the name and the target density; `gaps` gets a sentence
+    then. The target is what the configuration asks for, or else what the file says; for `auto` it
+    is the density that was sent, and None where nothing was left out.
+    """
     found: dict[str, Any] = {}
     if (folder / SUMMARY_FILE).exists():
         try:

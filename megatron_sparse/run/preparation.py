@@ -342,6 +342,7 @@ def _way(config: RunConfig) -> str:
         is_default = compression.density == CompressionConfig.density
         vain = f": compression.density={compression.density} has no effect"
         return "compression off" + ("" if is_default else vain)
+    # Every element travels, so there is no density to name; `auto` is no scheme yet.
     if scheme in SCHEMES and SCHEMES[scheme].takes_all:
         return f"scheme {scheme}"
     if compression.level == NODE and config.cluster.nodes == 1:

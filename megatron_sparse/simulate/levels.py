@@ -237,6 +237,7 @@ class Group:
         bits = self.training.move_bits
         if self.cluster.device == "cpu":
             return CoderSpeed(*_timed_coder(PARAMETER, torch.device("cpu")), bits)
+        # The time of copying the shard in fp32 shows the rate of this cluster's memory.
         copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
         encode_s, decode_s = (
             max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel

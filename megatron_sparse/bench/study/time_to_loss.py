@@ -235,7 +235,7 @@ def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # Megatron without the plugin, at the same rate and seed.
+        # Megatron without the plugin (only such runs have these bits), at the same rate and seed.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)
@@ -249,6 +249,7 @@ def _race(each: RunResult) -> tuple[BedLinks | None, int]:
 
 
 def _bits_of_plain(each: RunResult) -> int | None:
+    """The bits that Megatron without the plugin sends for an element; None with the plugin."""
     return SETTINGS[each.run.setting].plain_bits
 
 
