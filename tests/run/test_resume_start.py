@@ -319,14 +319,6 @@ class TestEnd:
         said = resume.go_on(config_of(tmp_path), tmp_path, "megatron-sparse train")
         assert said.startswith("no checkpoint is saved; training.save_interval=N")
 
-    def test_ctrl_c_can_be_the_signal_that_saves(self, tmp_path):
-        from megatron_sparse.megatron import arguments
-
-        config = config_of(tmp_path, "training.save_signal=SIGINT", "training.save_interval=0")
-        flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
-        assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGINT")
-        assert flags["save"] == str(tmp_path / arguments.CHECKPOINTS)
-
     def test_a_second_ctrl_c_kills_the_ranks(self):
         from torch.distributed.elastic.multiprocessing import SignalException
 

@@ -130,14 +130,15 @@ class TestSaveSignal:
         config = compose([*fp32, *length, *overrides])
         return arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
 
-    def test_megatron_gets_the_signal_and_a_folder_to_save_to(self, tmp_path):
-        flags = self.flags(tmp_path, "training.save_signal=SIGUSR2")
-        assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGUSR2")
+    @pytest.mark.parametrize("name", ["SIGUSR2", "SIGINT"])
+    def test_megatron_gets_the_signal_and_a_folder_to_save_to(self, tmp_path, name):
+        flags = self.flags(tmp_path, f"training.save_signal={name}")
+        assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, name)
         assert (flags["save"], flags["save_interval"]) == (str(tmp_path / "checkpoints"), 50)
         parsed = arguments.megatron_parser().parse_args(
             arguments.command_line(flags, {}, arguments.megatron_parser())
         )
-        assert parsed.exit_signal.name == "SIGUSR2"
+        assert parsed.exit_signal.name == name
         flags = self.flags(tmp_path, "training.save_signal=SIGUSR1", "training.save_interval=7")
         assert flags["save_interval"] == 7
         assert "exit_signal" not in self.flags(tmp_path)
