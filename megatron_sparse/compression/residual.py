@@ -70,10 +70,10 @@ class ResidualStore:
         return sum(t.numel() * t.element_size() for t in self._undo_copies.values())
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
-        """The residual to select with, allocated as zeros on first use; a selection is now pending.
+        """Returns the residual to select with, zeros on first use; a selection is now pending.
 
-        If one was pending already, the step is being repeated and its effect is undone first, or it
-        goes on (`go_on`).
+        If a selection was pending already, it stays where the step goes on (`go_on`). Else the step
+        is being repeated, and the selection is undone first.
 
         Raises:
             SelectionError: a selection is pending and there is no undo copy to go back to.

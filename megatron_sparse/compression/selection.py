@@ -180,8 +180,8 @@ class Selector:
         and the residual is dropped, which is 0, or with 16-bit gradients one rounding.
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
-        narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
-        if not narrow and bucket.name not in self.residuals:
+        is_narrower = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
+        if not is_narrower and bucket.name not in self.residuals:
             return bucket.grad_N
         layout = bucket.layout(sharded=False)
         with timer.stage("prune"):
@@ -198,7 +198,7 @@ class Selector:
                 self._key(bucket, step),
             )
             ops.prune_(bucket.grad_N, pruning, WIRE_CODES[value_dtype])
-        if not narrow:
+        if not is_narrower:
             self.residuals.drop_later(bucket)
             return bucket.grad_N
         with timer.stage("encode"):
@@ -256,6 +256,7 @@ def range_limits(
         keep_all_P = torch.full_like(no_chances_P, KEEP_ALL)
         limits_P = Limits(keep_all_P, no_chances_P, ties=no_chances_P.long())
     else:
+        # Padding (-1) takes the last parameter's name: at density 1 the key does not matter.
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         implementation = ops if is_compiled(device) else threshold_triton

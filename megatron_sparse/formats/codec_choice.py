@@ -68,7 +68,7 @@ def _check_gpu(device: torch.device) -> None:
     Machine code runs on GPUs of the same major version and the same or a higher minor one.
     """
     major, minor = torch.cuda.get_device_capability(device)
-    same_major = [arch for arch in CUDA_ARCHS if arch // 10 == major]
+    same_major = [arch for arch in CUDA_ARCHS if arch // 10 == major]  # 90 is version 9.0
     if not any(arch % 10 <= minor for arch in same_major):
         raise ExtensionError(
             f"the CUDA kernels were not compiled for {device}",

@@ -64,7 +64,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
             got=f"{values_P.numel()} of {values_P.dtype}",
         )
     values_at = SECTIONS_AT + pad16(word_bytes)
-    room = values_at + pad16(values_P.nbytes)
+    room = values_at + pad16(values_P.nbytes)  # for a bitmap and all values
     out = torch.empty(room, dtype=torch.uint8, device=values_P.device)
     # As a bitmap first: that gives nnz, which decides about the form.
     nnz = hash_ops.bitmap_pack(
@@ -166,9 +166,9 @@ def _read(
         words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
         values_at = SECTIONS_AT + pad16(word_bytes)
         return words, record[values_at : values_at + nnz * value_bytes], nnz
-    raw = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
+    dense = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
     words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
-    packed = torch.empty_like(raw)
-    found = hash_ops.bitmap_pack(as_dtype(raw, place.value_dtype), words, packed)
+    packed = torch.empty_like(dense)
+    found = hash_ops.bitmap_pack(as_dtype(dense, place.value_dtype), words, packed)
     check_fields(rank, ("nnz", found, nnz))
     return words, packed[: nnz * value_bytes], nnz

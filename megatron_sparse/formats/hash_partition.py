@@ -63,7 +63,7 @@ class PartitionHash(ABC):
         Raises:
             ExtensionError: an element is not in [0, numel), or the tensor does not fit.
         """
-        general = self.code == HASH_INDEX_SETS
+        general = self.code == HASH_INDEX_SETS  # the paper's general hash, not a permutation
         return hash_ops.partition_of(
             elements_K, self.numel, self.partitions, self.seed, general=general
         )
@@ -162,7 +162,7 @@ class IndexSetHash(PartitionHash):
         super().__post_init__()
         partition_N = self.partition_of(torch.arange(self.numel))
         counts = partition_N.bincount(minlength=self.partitions)
-        order = torch.sort(partition_N, stable=True).indices
+        order = torch.sort(partition_N, stable=True).indices  # stable: ascending in each
         # The class is frozen: its own fields are set past it.
         object.__setattr__(self, "_elements", order.to(torch.int32))
         object.__setattr__(self, "_offsets", [0, *counts.cumsum(0).tolist()])

@@ -141,9 +141,9 @@ class PartitionRecord:
         return HEADER_BYTES + payload_bytes
 
     def finish_(self, record: torch.Tensor) -> torch.Tensor:
-        """The whole record, sealed if records are. Mutated."""
+        """Seals the record, in place, if records are to be sealed; returns it."""
         if self.checksum:
-            seal_(record, 1)
+            seal_(record, records=1)
         return record
 
     def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class PartitionRecord:
 
 
 def as_dtype(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as numbers; copied if the caller's slice is unaligned."""
+    """Returns a view of the bytes as numbers, or of a copy if the bytes are unaligned."""
     if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)

@@ -175,6 +175,7 @@ class Header:
         if self.format not in formats:
             raise wrong_field(rank, "format", " or ".join(map(str, formats)), self.format)
         known_flags = FLAG_PICI_LINEAR if self.format == FORMAT_PICI else 0
+        # All flags but the known one must be 0.
         self.check_segment(value_dtype, numel, offset, step, rank, self.flags & known_flags)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
@@ -216,7 +217,8 @@ class Header:
     ) -> None:
         """Compares the fields of a record that holds all numbers of a shard.
 
-        Its nnz is 0. Its size is a multiple of 16, and at least 16 more than the header.
+        Its nnz is 0. Its size is a multiple of 16, and at least 16 more than the header. The caller
+        checks the flags.
 
         Args:
             numel: numbers of the shard.

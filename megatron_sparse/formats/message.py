@@ -279,7 +279,7 @@ def encode_segments(
     """
     device, is_rice = values_N.device, spec.record_format == FORMAT_RICE
     has_codec = is_rice or is_compiled(device)
-    # The compiled encoders of Rice and on CUDA count themselves.
+    # Only the compiled codec writes Rice. Its encoders of Rice and on CUDA count themselves.
     counts_itself = is_rice or (has_codec and device.type == "cuda")
     if nnz_S is None and not counts_itself:
         nnz_S = _count(values_N, segments.offsets)
@@ -322,7 +322,7 @@ def prune_encode(
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
     sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
-    if slots is None or reports is None:
+    if slots is None or reports is None:  # one is None if the other is
         return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
     # In capacity mode nothing waits: the counts come with the reports.
     message = _message(out, bucket, layout, list(slots.sizes), spec)
@@ -342,7 +342,7 @@ def _message(
     """The message whose records are in `out`; `nnz_S` None leaves its count to the reports."""
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
     message = Message(
-        out, layout, segment_bytes, value_dtype, spec.step, None, checksum=spec.checksum
+        out, layout, segment_bytes, value_dtype, spec.step, counted=None, checksum=spec.checksum
     )
     if spec.record_format == FORMAT_RICE:
         message.log2_span = spec.log2_span
@@ -376,6 +376,7 @@ def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tenso
 
 
 def _nonzero(values_N: torch.Tensor) -> int:
+    """Counts the elements of a CPU tensor that are not zero."""
     if values_N.dtype == torch.float32:
         return int(np.count_nonzero(values_N.numpy()))
     # numpy has no bf16. Without the sign bit only 0.0 and -0.0 are zero.

@@ -125,7 +125,7 @@ def decode_moves_(
     ]
     statuses = call("moves_decode_", list(held), aligned, coders).view(-1, 2)
     for (field, where), rank in zip(statuses.tolist(), ranks, strict=True):
-        if field:
+        if field:  # 0 for a record that is right
             expected, got = "as docs/parameters.md specifies", f"damage at {where}"
             raise wrong_field(rank, _FIELDS[field], expected, got)
 

@@ -76,10 +76,10 @@ def add_difference_(
     bits = header.flags  # where such a record states them
     if bits not in QUANTISED_BITS:
         raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), bits)
-    header.check_whole(held.numel(), 0, epoch, record.numel(), rank)
+    header.check_whole(held.numel(), 0, epoch, record.numel(), rank)  # 0 is the code of fp32
     check_fields(rank, ("size", record_bytes(held.numel(), bits), record.numel()))
     field, where = call("add_quantised_", held, record, bits).tolist()
-    if field:
+    if field:  # 0 for a record that is right
         expected, got = "as docs/quantised.md specifies", f"damage at {where}"
         raise wrong_field(rank, _FIELDS[field], expected, got)
 

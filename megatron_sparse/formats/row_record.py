@@ -108,7 +108,7 @@ class RowPart:
             rows = rows.view(stored, self.columns)
             torch.index_select(gradient.rows_KD, 0, positions, out=rows)
         if self.checksum:
-            seal_(out, 1)
+            seal_(out, records=1)
 
     def decode(self, record: torch.Tensor, rank: int) -> RowSparse:
         """The rows of a record. They share its memory; the indices do not.
@@ -125,7 +125,7 @@ class RowPart:
             ExtensionError: as of `head_of`.
         """
         head = head_of(record, SECTIONS_AT)
-        payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
+        payload_sum = int(payload_sums([record], records=1)) if self.checksum else 0
         header = Header.unpack(head, rank, payload_sum)
         if len(head) < SECTIONS_AT:
             raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
@@ -157,7 +157,7 @@ class RowPart:
         """Refuses row indices that do not ascend, or are not all of this part."""
         outside = (indices < 0) | (indices >= self.num_rows)
         wrong = outside | (indices % self.parts != self.part)
-        wrong[1:] |= indices[1:] <= indices[:-1]
+        wrong[1:] |= indices[1:] <= indices[:-1]  # not above the one before
         if bool(wrong.any()):
             position = int(wrong.nonzero()[0])
             raise wrong_field(

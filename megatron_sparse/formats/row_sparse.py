@@ -127,7 +127,7 @@ def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSpa
         return RowSparse(indices, rows, num_rows)
     ordered, order = torch.sort(indices, stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    # Where the rows of each index begin in `order`, and where the last ones end.
+    # Where the rows of each unique index begin in `order`, and where the last ones end.
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return RowSparse(unique, row_sparse_ops.sum_rows(rows, order, offsets), num_rows)
 

@@ -62,7 +62,8 @@ def encode(
         numel = last - first
         chosen, payload = FORMAT_DENSE, payload_bytes(FORMAT_DENSE, numel, nnz, value_dtype)
         coo_payload = payload_bytes(FORMAT_COO, numel, nnz, value_dtype)
-        if record_format != FORMAT_DENSE and not keep and coo_payload < payload:
+        may_be_coo = record_format != FORMAT_DENSE and not keep
+        if may_be_coo and coo_payload < payload:
             chosen, payload = FORMAT_COO, coo_payload
         headers.append(Header(chosen, value_dtype, numel, nnz, payload, first, spec.step))
     sizes = [HEADER_BYTES + header.payload_bytes for header in headers]
@@ -96,6 +97,7 @@ def _write_headers(out: torch.Tensor, starts: list[int], headers: list[Header]) 
     if not headers:
         return
     packed = bytearray(b"".join(header.pack() for header in headers))
+    # [headers, 48]: where each byte of each header goes.
     places = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
     out[places.view(-1).to(out.device)] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
 
@@ -125,7 +127,7 @@ def decode_add_(
     # A piece: its begin and end in `acc_M`, its indices (None if it is dense), and its values.
     position, pieces = 0, []
     # On the device, so that one wait at the end tells about the indices of all records.
-    ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
+    indices_fit = torch.ones((), dtype=torch.bool, device=acc_M.device)
     for first, last in pairwise(segment_offsets.tolist()):
         header = Header.unpack(bytes(message[position : position + HEADER_BYTES].cpu()), rank)
         header.check(
@@ -142,7 +144,8 @@ def decode_add_(
             index_K = message[sections_at : sections_at + 4 * header.nnz].view(torch.int32).long()
             if header.nnz:
                 ascending = (index_K[1:] > index_K[:-1]).all()
-                ordered &= ascending & (index_K[0] >= 0) & (index_K[-1] < last - first)
+                inside = (index_K[0] >= 0) & (index_K[-1] < last - first)  # if they ascend
+                indices_fit &= ascending & inside
             values_K = message[values_at : values_at + header.nnz * dtype.itemsize].view(dtype)
             pieces.append((first - base, last - base, index_K, values_K))
         else:
@@ -152,7 +155,7 @@ def decode_add_(
         position += HEADER_BYTES + header.payload_bytes
     if position != message.numel():
         raise wrong_field(rank, "size", f"{position} bytes", message.numel())
-    if not ordered:
+    if not indices_fit:
         raise wrong_field(
             rank, "indices", "strictly ascending indices inside the segment", "others"
         )

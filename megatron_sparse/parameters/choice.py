@@ -72,7 +72,7 @@ class GatherChooser:
         self.missing = None if config.parameters.method == RAW else self._without_kernels()
 
     def _without_kernels(self) -> str | None:
-        """Names a rank that lacks the CUDA kernels, if one does; the same on all ranks."""
+        """A phrase that names a rank without the CUDA kernels, or None; the same on all ranks."""
         device = self._transport.device
         if device.type != "cuda":
             return None
@@ -112,8 +112,8 @@ class GatherChooser:
         self._source = f"of {self._cluster}"
         topology = None
         if several_levels(nodes):
-            sizes = tuple(map(len, members_of(nodes)))
-            topology = Topology(sizes, model.intra, model.inter, model.nic)
+            node_sizes = tuple(map(len, members_of(nodes)))
+            topology = Topology(node_sizes, model.intra, model.inter, model.nic)
         return GatherLinks(model.dense_link(self._transport.world_size), topology)
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
@@ -125,27 +125,28 @@ class GatherChooser:
             buckets: the whole parameters of each; with `method=lossy` fp32 ones are lossy, others
                 exact, which takes fewer bits there.
         """
-        chosen, options = self._chosen, self._per_node_options
-        every = chosen.verify_every
+        settings, options = self._chosen, self._per_node_options
+        verify_every = settings.verify_every
         # Ranks decide alike: by settings and dtypes, which are equal, and by exchanged numbers.
-        if chosen.method == RAW or self.missing is not None:
+        if settings.method == RAW or self.missing is not None:
             return None
-        fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
-        if chosen.method == LOSSY and fp32:
+        are_fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
+        if settings.method == LOSSY and are_fp32:
             self._lossy += len(buckets)
             # Once per node only where that is demanded: lossy gathers have no prices.
-            return LossyWay(chosen.bits, verify_every=every, per_node=options == (True,))
-        if chosen.method != "auto" and len(options) == 1:  # nothing is left to choose
+            once_per_node = options == (True,)
+            return LossyWay(settings.bits, verify_every=verify_every, per_node=once_per_node)
+        if settings.method != "auto" and len(options) == 1:  # nothing is left to choose
             self._exact += len(buckets)
-            return ExactWay(verify_every=every, per_node=options[0])
+            return ExactWay(verify_every=verify_every, per_node=options[0])
         self._links = self._links or self._find_links()
         prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
         self._priced += len(buckets)
-        if chosen.method == "auto" and not prices.exact_pays:
+        if settings.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
-        return ExactWay(verify_every=every, per_node=prices.per_node)
+        return ExactWay(verify_every=verify_every, per_node=prices.per_node)
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         """The prices of all buckets together, in the ways that `parameters.per_node` allows."""
@@ -169,12 +170,12 @@ class GatherChooser:
         if self.missing is not None:
             return f"raw, {self.missing}"
         # Exact buckets were either chosen by price, or by the configuration alone.
-        said = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
+        parts = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
         if self._sums is not None and self._links is not None:
-            said.append(self._explain_prices(self._sums, self._links))
+            parts.append(self._explain_prices(self._sums, self._links))
         elif self._exact:
-            said.append(f"{self._exact} buckets exact ({_WAYS[self._per_node_options[0]]})")
-        return "; ".join(said) or RAW
+            parts.append(f"{self._exact} buckets exact ({_WAYS[self._per_node_options[0]]})")
+        return "; ".join(parts) or RAW
 
     def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
         """The number of exact buckets, the predicted times and the links' rate, in a sentence."""

@@ -219,23 +219,23 @@ class ShardGather[W: Way](ABC):
         self._check_sizes(announced)
         if own.method != RAW:
             sizes = [theirs.nbytes for theirs in announced]
-            expected, records = self._sender_count(), []
+            sender_count, waiting = self._sender_count(), []
 
             def take(sender: int, received: torch.Tensor) -> None:
-                """Decodes each record beside the exchange, on CUDA all at once; not the own one."""
+                """Decodes records as they come, on CUDA all with the last; not the own one."""
                 if sender != self._transport.rank:
-                    records.append((sender, received))
-                    if not received.is_cuda or len(records) == expected:
+                    waiting.append((sender, received))
+                    if not received.is_cuda or len(waiting) == sender_count:
                         with record.timer.stage("decode"):
-                            self._take(records, announced)
-                        records.clear()
+                            self._take(waiting, announced)
+                        waiting.clear()
 
             record.message_bytes = sent.numel()
             record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED
-            yield gathered
+            yield gathered  # waits for it
             record.wire_bytes = record.dense_bytes
         self._verify_new(announced)
         self._keep()
@@ -304,10 +304,10 @@ class ShardGather[W: Way](ABC):
             ReplicaError: this rank does not hold the old bits.
             WireFormatError: a record is damaged; its shard is unchanged.
         """
-        own, number = self._transport.rank, announced[0].number
+        own_rank, number = self._transport.rank, announced[0].number
         for sender, _ in records if self._verifies(number) else ():
             held_M, old_hash = self._shards[sender], announced[sender].old_hash
-            check_held(held_M, old_hash, sender, own, f"before gather number {number}")
+            check_held(held_M, old_hash, sender, own_rank, f"before gather number {number}")
         self._decode_(records, number)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
@@ -382,8 +382,9 @@ class NodeRoutes:
         own_node = next(node for node, ranks in enumerate(members) if rank in ranks)
         node_count = len(members)
         self.here = members[own_node]
+        # For each round i the ranks of the i-th node after this one.
         self._others = [members[(own_node + i) % node_count] for i in range(1, node_count)]
-        place = self.here.index(rank)
+        place = self.here.index(rank)  # this rank's number in its node
         # In the round in which this node receives from the next one, it sends to the one before.
         self.targets = [there[place % len(there)] for there in reversed(self._others)]
         self.sources = [self._sent_to(rank, there) for there in self._others]
@@ -434,7 +435,7 @@ def gather_per_node(
     inside = Subgroup(transport, routes.here, tag)
     # By rank of this node: the shards that it hands on. They are received in place.
     carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]
-    own = carried[inside.rank]
-    exchanged = pairwise_rounds([own] * inside.world_size, carried, inside)
-    yield from inside.in_rounds(exchanged, independent=True, last=True)
+    own_carried = carried[inside.rank]
+    exchanged = pairwise_rounds([own_carried] * inside.world_size, carried, inside)
+    yield from inside.in_rounds(exchanged, independent=True, last=True)  # nothing is posted later
     return across.sent_bytes + inside.sent_bytes

@@ -168,7 +168,7 @@ def _message_s(link: Link, nbytes: float) -> float:
 
 
 def _announcement_s(links: GatherLinks, world_size: int) -> float:
-    """Seconds of the sizes' all-gather: a few words, once around the ring of all ranks."""
+    """Seconds of the announcement: a few words, once around the ring of all ranks."""
     topology = links.topology
     if topology is None:
         return world_size * links.dense.alpha_s
@@ -205,12 +205,12 @@ def _per_node_s(
         speed: of the coder.
     """
     sizes, n = topology.node_sizes, topology.world_size
-    most, least = max(sizes), min(sizes)
+    largest, smallest = max(sizes), min(sizes)  # ranks of a node
     rounds = len(sizes) - 1
     # Records that the busiest port sends or receives in a round.
-    at_once = most if topology.nic == "node" else ceil(most / least)
+    at_once = largest if topology.nic == "node" else ceil(largest / smallest)
     across_s = [_message_s(topology.inter, at_once * sent_bytes)] * rounds
-    decoded = ceil(n / least) - 1  # more than one record a round where nodes differ in size
+    decoded = ceil(n / smallest) - 1  # more than one record a round where nodes differ in size
     # Each of a node's ranks hands an equal part of all n shards to the others.
     inside_s = max(
         (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes

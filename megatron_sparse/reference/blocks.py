@@ -58,7 +58,8 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.
     elements: list[int] = []
     for position, index in enumerate(indices):
         begin = index * block_size
-        if begin >= header.numel or (position and index <= indices[position - 1]):
+        ascends = position == 0 or index > indices[position - 1]
+        if begin >= header.numel or not ascends:
             raise wrong_field(rank, "indices", f"ascending below {header.numel} elements", indices)
         elements += range(begin, min(begin + block_size, header.numel))
     # Only the last block may reach past the segment's end.

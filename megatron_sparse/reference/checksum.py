@@ -9,12 +9,14 @@ import numpy as np
 from megatron_sparse.wire import HEADER_BYTES
 
 _SIZE_AT, _CHECKSUM_AT = 24, 44
+"""Bytes of a header at which the payload's size and the checksum stand."""
 
 
 def mixed_sum(data: bytes, first: int = 0) -> int:
     """The sum, modulo 2^32, of 32-bit words that are each mixed with their number.
 
-    Products are taken in uint64 and cut to 32 bits.
+    Products are taken in uint64 and cut to 32 bits. The factors are known odd constants: the
+    golden ratio's, and the two of murmur3's finaliser.
 
     Args:
         data: a multiple of 4 bytes.

@@ -29,13 +29,13 @@ def encode(
         offset: the segment's first element in the bucket.
         step: the step.
     """
-    local = gradient[torch.tensor(index_set, dtype=torch.int64)]
-    nonzero = [position for position, value in enumerate(local.tolist()) if value != 0]
-    bits = bytearray(8 * -(-len(index_set) // 64))
+    values = gradient[torch.tensor(index_set, dtype=torch.int64)]
+    nonzero = [position for position, value in enumerate(values.tolist()) if value != 0]
+    bits = bytearray(8 * -(-len(index_set) // 64))  # whole words of 64 bits
     for position in nonzero:
         bits[position // 8] |= 1 << position % 8
-    bitmap = padded(bytes(bits)) + padded(local[nonzero])
-    dense = padded(local)
+    bitmap = padded(bytes(bits)) + padded(values[nonzero])
+    dense = padded(values)
     # The codes of the forms: 0 bitmap, 1 dense.
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
     sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))

@@ -38,7 +38,10 @@ def partition_of(element: int, numel: int, partitions: int, seed: int) -> int:
 
 
 def general_partition(element: int, partitions: int, seed: int) -> int:
-    """The partition of an element by the paper's general hash: murmur3's finaliser, scaled."""
+    """The partition of an element by the paper's general hash.
+
+    murmur3's finaliser mixes the keyed element; its 32 bits are then scaled to the partitions.
+    """
     low, high = hash_seed(seed, DRAW_GENERAL)
     x = (element ^ low) & _MASK_32
     x ^= x >> 16
@@ -90,7 +93,7 @@ def hierarchical_hash(
                     grown += 1
             else:
                 word = int(counter_hash(seed, DRAW_SLOT + trial, torch.tensor(index)))
-                slot = word * parallel_slots >> 32
+                slot = word * parallel_slots >> 32  # scales 32 bits to [0, parallel_slots)
             if memory[p][slot] is None:
                 memory[p][slot] = entry
                 break

@@ -41,7 +41,8 @@ def encode(
         pairwise(segments.offsets.tolist()), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
         grad = grad_N[begin:end]
-        values, kept = grad, grad.ne(0)
+        kept = grad.ne(0)  # before rounding, which may give zeros
+        values = grad
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
         chosen, payload = FORMAT_DENSE, padded(values)
@@ -101,7 +102,7 @@ def _sections(
         return blocks.encode(values, kept, spec.block_size)
     if record_format == FORMAT_DENSE:
         return padded(values)
-    index = kept.nonzero().squeeze(1)
+    index = kept.nonzero().squeeze(1)  # COO
     return padded(index.int()) + padded(values[index])
 
 
@@ -127,7 +128,7 @@ def _entries(
         except ValueError as error:
             raise wrong_field(rank, "prefix or words", "those of its bits", error) from error
     index = numbers_at(payload, 0, header.nnz, torch.int32).tolist()
-    # They ascend strictly, inside the segment.
+    # COO's indices ascend strictly, inside the segment.
     for before, after in pairwise([-1, *index, header.numel]):
         if before >= after:
             raise wrong_field(rank, "indices", f"above {before}", after)

@@ -83,6 +83,7 @@ def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     log2 = np.frexp(z.astype(np.float64))[1] - 1  # exact: fewer than 53 bits
     raw_bits = np.where(z < DIRECT, 0, log2 - 1)
+    # From 16 on `z >> raw_bits` is 2 or 3, the two highest bits; the 8 makes 16 the symbol of 16.
     symbol = np.where(z < DIRECT, z, 2 * raw_bits + 8 + (z >> raw_bits))
     return symbol, raw_bits, z & (1 << raw_bits) - 1
 
@@ -98,7 +99,8 @@ def quantise(counts: np.ndarray) -> np.ndarray:
         return frequencies
     for symbol, count in enumerate(map(int, counts)):
         if count:
-            frequencies[symbol] = max(1, ((count << SCALE_BITS) + total // 2) // total)
+            rounded = ((count << SCALE_BITS) + total // 2) // total
+            frequencies[symbol] = max(1, rounded)
     rest = (1 << SCALE_BITS) - int(frequencies.sum())
     if rest > 0:
         frequencies[np.argmax(frequencies)] += rest
@@ -113,7 +115,7 @@ def rans_encode(
     """A coded chunk without padding: the states from which decoding begins, then its words.
 
     The decoder reads, for every 32 numbers, the words of all states for the symbols, then those for
-    the lower 16 raw bits, then those for the upper ones. So the encoder goes backwards.
+    the lower 16 raw bits, then those for the upper ones. So the encoder does all this backwards.
     Suffix L: a lane for each of the 32 states.
 
     Args:
@@ -126,7 +128,7 @@ def rans_encode(
     state = np.full(STATES, LOWEST_STATE, np.int64)
 
     def emit(wanting: np.ndarray) -> None:
-        """Moves the lower 16 bits of these states to the words: they have no room for more."""
+        """Moves the lower 16 bits of the `wanting` states to the words: these are too full."""
         nonlocal state
         words.append((state & 0xFFFF)[wanting])
         state = np.where(wanting, state >> 16, state)
@@ -142,19 +144,20 @@ def rans_encode(
         low_L = np.minimum(bits_L, 16)
         upper, lower = (bits_L - low_L, raw_L >> low_L), (low_L, raw_L & (1 << low_L) - 1)
         for bits, value in (upper, lower):
-            emit(busy_L & (state >> 32 - bits != 0))
+            emit(busy_L & (state >> 32 - bits != 0))  # no room for `bits` more in 32
             state = np.where(busy_L, state << bits | value, state)
         frequency_L, start_L = frequencies[context_L, symbol_L], starts[context_L, symbol_L]
-        emit(busy_L & (state >> 32 - SCALE_BITS >= frequency_L))
+        emit(busy_L & (state >> 32 - SCALE_BITS >= frequency_L))  # `coded` would exceed 32 bits
         frequency_L = np.maximum(frequency_L, 1)  # idle lanes must not divide by 0
         coded = (state // frequency_L << SCALE_BITS) + state % frequency_L + start_L
         state = np.where(busy_L, coded, state)
+    # In the decoder's order; the empty array is for a chunk without words.
     stream = np.concatenate([*words[::-1], np.empty(0)]).astype("<u2")
     return state.astype("<u4").tobytes() + stream.tobytes()
 
 
 def checksum(body: bytes) -> int:
-    """Of a record behind its header, without the checksum's own word: a sum of mixed words."""
+    """The sum of mixed words of what follows a header, without the first: the checksum's own."""
     return mixed_sum(body[4:], 1)
 
 
@@ -165,7 +168,7 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     """
     old, new = old.astype(np.int64), new.astype(np.int64)
     raw = padded(_raw(new, dtype))
-    sections, base, chunks, table = raw, 0, 0, b""
+    sections, base, chunks, table = raw, 0, 0, b""  # for a record without numbers
     if old.size:
         z = zigzag(old, new, dtype)
         parts = [slice(begin, begin + RANS_CHUNK) for begin in range(0, old.size, RANS_CHUNK)]
@@ -185,7 +188,7 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
     body = SUB_HEADER.pack(0, chunks, len(table), base, 0, 0, 0) + sections
-    body = struct.pack("<I", checksum(body)) + body[4:]
+    body = struct.pack("<I", checksum(body)) + body[4:]  # in place of the first 0
     header = Header(
         FORMAT_MOVES, dtype, old.size, 0, len(body), 0, epoch, flags=MOVES_CODERS.index(coder)
     )
@@ -198,7 +201,7 @@ def symbol_count(dtype: int) -> int:
 
 
 def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
-    """The frequency of each symbol in each context: a row that `quantise` made for each."""
+    """The frequency of each symbol (column) in each context (row), each row from `quantise`."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
     key, extra = context * count + symbol, 0
     if z.size > COUNT_ALL:  # every fourth block; symbols may be missed, so each counts once more

@@ -62,8 +62,8 @@ def decode(
             prefix.append(len(elements))
     prefix_at = 8 * SIDE * tiles  # behind the words
     stored = []
-    for at in range(prefix_at, prefix_at + 4 * (tiles + 1), 4):
-        stored.append(int.from_bytes(payload[at : at + 4], "little"))
+    for begin in range(prefix_at, prefix_at + 4 * (tiles + 1), 4):
+        stored.append(int.from_bytes(payload[begin : begin + 4], "little"))
     if stored != prefix or prefix[-1] != nnz:
         raise ValueError(f"prefix sums {stored} do not fit the words' {prefix} and nnz {nnz}")
     if any(element >= numel for element in elements):

@@ -84,8 +84,8 @@ def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> to
     if random_N is None:
         up = (fraction > 0.5) | ((fraction == 0.5) & (whole % 2 == 1))
     else:
-        bits = 2 ** (24 - grid.precision)
-        up = fraction + (random_N % bits).double() / bits >= 1
+        draws = 2 ** (24 - grid.precision)  # one for each value of the bits that are cut off
+        up = fraction + (random_N % draws).double() / draws >= 1
         if grid.fixed_step:
             smallest_normal = 2.0 ** (grid.least_step + grid.precision - 1)
             chance = (random_N >> 8).double() / 2**24
@@ -119,17 +119,16 @@ def prune(
         tied = (x_N.abs() == threshold_N) & (threshold_N > 0)
         drop &= ~(tied & drawn)
 
-    finite_x = torch.where(finite, x_N, 0)
-    random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None
+    finite_x = torch.where(finite, x_N, 0)  # infinity and NaN are sent as they are, below
+    random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None  # None: to nearest
     kept = round_to(finite_x, grid_of(CODE_OF[grad_N.dtype], wire_dtype), random)
     out = torch.where(finite, kept, x_N)
     out = torch.where(drop, 0, out)
     remainder = torch.where(finite, x_N - kept, 0)
     rest = torch.where(drop, x_N * torch.tensor(pruning.leak, dtype=torch.float32), remainder)
 
-    nnz_R = torch.tensor(
-        [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())], dtype=torch.int64
-    )
+    counts = [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())]
+    nnz_R = torch.tensor(counts, dtype=torch.int64)
     rest_N = residual_in(residual_N.dtype, rest, key, index_N)
     return with_one_nan(out, grad_N.dtype), rest_N, nnz_R
 
@@ -137,7 +136,10 @@ def prune(
 def residual_in(
     dtype: torch.dtype, rest_K: torch.Tensor, key: int, index_K: torch.Tensor
 ) -> torch.Tensor:
-    """What is left of elements, in the residual's dtype; the key's random bits round bf16."""
+    """Converts what is left of elements to the residual's dtype.
+
+    The key's random bits round to bf16; a negative key rounds to nearest even.
+    """
     if dtype == torch.bfloat16:
         random_K = counter_hash(key, DRAW_RESIDUAL, index_K) if key >= 0 else None
         rest_K = round_to(rest_K, grid_of(BF16), random_K)

@@ -42,7 +42,7 @@ def quantise_group(values: np.ndarray, bits: int) -> tuple[int, np.ndarray]:
         (1.0, [7, -3, 0, 0])
     """
     codes = np.zeros(values.size, np.int64)
-    if not np.all(np.abs(values) < TOO_LARGE):
+    if not np.all(np.abs(values) < TOO_LARGE):  # NaN is not below it
         return NAN_SCALE, codes
     limit = levels_of(bits)
     scale = bf16(np.float32(np.abs(values).max() / np.float32(limit)))

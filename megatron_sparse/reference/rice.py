@@ -58,16 +58,16 @@ def encode(
     """
     numel, span, index = len(place), 1 << spec.log2_span, index_K.numpy()
     # A row of the table: entries and words before a chunk. Empty arrays are for no chunks at all.
-    table, chunks, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
+    table, word_arrays, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
     for begin in range(0, numel, span):
         first, last = np.searchsorted(index, (begin, begin + span))
         words, chunk_sent = value_words(x_K[first:last], spec)
-        chunks.append(words)
+        word_arrays.append(words)
         sent.append(chunk_sent)
         if not spec.without_indices:
-            chunks.append(index_words(index[first:last] - begin, min(span, numel - begin)))
-        table.append((int(last), sum(map(len, chunks))))
-    words = np.concatenate(chunks)
+            word_arrays.append(index_words(index[first:last] - begin, min(span, numel - begin)))
+        table.append((int(last), sum(map(len, word_arrays))))
+    words = np.concatenate(word_arrays)
     sub_header = SUB_HEADER.pack(
         not spec.without_indices, spec.log2_span, 0, len(table) - 1, len(words)
     )
@@ -103,11 +103,11 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, tor
     words = np.frombuffer(payload, "<u4", total_words, words_at)
     index, values = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for chunk, begin in enumerate(range(0, header.numel, 1 << spec.log2_span)):
-        (entries, words_begin), (entries_end, words_end) = table[chunk], table[chunk + 1]
+        (entries_begin, words_begin), (entries_end, words_end) = table[chunk : chunk + 2]
         numel = min(1 << spec.log2_span, header.numel - begin)
         try:
-            chunk_words = words[words_begin:words_end]
-            chunk_index, chunk_values = read_chunk(chunk_words, entries_end - entries, numel, spec)
+            entries, chunk_words = entries_end - entries_begin, words[words_begin:words_end]
+            chunk_index, chunk_values = read_chunk(chunk_words, entries, numel, spec)
         except WrongWords as error:
             raise wrong_field(rank, "rice", f"those of chunk {chunk}", error) from error
         index.append(chunk_index + begin)
@@ -117,24 +117,24 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, tor
 
 def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordSpec, int]:
     """Checks the sub-header; returns how the record is written, and the words of all chunks."""
-    indices, log2_span, zero, chunks, total_words = SUB_HEADER.unpack_from(payload)
-    if indices > 1 or log2_span not in RICE_SPANS or zero:
+    has_indices, log2_span, zero, chunks, total_words = SUB_HEADER.unpack_from(payload)
+    if has_indices > 1 or log2_span not in RICE_SPANS or zero:
         expected = f"0 or 1, {RICE_SPANS[0]} to {RICE_SPANS[-1]}, 0"
-        raise wrong_field(rank, "chunk", expected, (indices, log2_span, zero))
+        raise wrong_field(rank, "chunk", expected, (has_indices, log2_span, zero))
     demanded = -(-header.numel // (1 << log2_span))
     if chunks != demanded:
         raise wrong_field(rank, "chunk", f"{demanded} chunks", chunks)
-    if not indices and header.dtype not in WITHOUT_INDICES:
+    if not has_indices and header.dtype not in WITHOUT_INDICES:
         expected = " or ".join(map(str, WITHOUT_INDICES))
         raise wrong_field(rank, "chunk", f"dtype {expected} without indices", header.dtype)
     spec = RecordSpec(
-        header.dtype, header.step, FORMAT_RICE, log2_span=log2_span, without_indices=not indices
+        header.dtype, header.step, FORMAT_RICE, log2_span=log2_span, without_indices=not has_indices
     )
-    if not indices:
+    if not has_indices:
         whole = whole_words(header.numel, spec)
         if total_words != whole:
             raise wrong_field(rank, "table", f"{whole} words", total_words)
-    table_bytes = pad16(8 * (chunks + 1)) if indices else 0
+    table_bytes = pad16(8 * (chunks + 1)) if has_indices else 0  # a row has 8 bytes
     payload_bytes = SUB_HEADER.size + table_bytes + pad16(4 * total_words)
     if header.payload_bytes != payload_bytes:
         raise wrong_field(rank, "payload_bytes", payload_bytes, header.payload_bytes)
@@ -160,10 +160,13 @@ def _read_table(
     if table[0] != (0, 0) or table[-1] != (header.nnz, total_words):
         expected = f"(0, 0) to {header.nnz, total_words}"
         raise wrong_field(rank, "table", expected, (table[0], table[-1]))
-    for chunk, ((entries, words), (entries_end, words_end)) in enumerate(pairwise(table)):
+    for chunk, ((entries_begin, words_begin), (entries_end, words_end)) in enumerate(
+        pairwise(table)
+    ):
         numel = min(span, header.numel - span * chunk)
-        if not 0 <= entries_end - entries <= numel or words_end < words:
-            got = (entries_end - entries, words_end - words)
+        entries, words = entries_end - entries_begin, words_end - words_begin  # of this chunk
+        if not 0 <= entries <= numel or words < 0:
+            got = (entries, words)
             raise wrong_field(rank, "table", f"rows that ascend to {numel}", got)
     return table, SUB_HEADER.size + pad16(8 * (chunks + 1))
 
@@ -186,7 +189,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
     gap_K = np.diff(index_K, prepend=-1) - 1
     # Rice's code of a gap: r bits of remainder, as planes, and the quotient in unary.
     ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many zeros, then a one
-    bits = np.zeros(int(-(-(ones_K[-1] + 1) // PLANE)) * PLANE, np.uint8)
+    bits = np.zeros(_planes_of(int(ones_K[-1]) + 1) * PLANE, np.uint8)  # whole words
     bits[ones_K] = 1
     unary = np.packbits(bits, bitorder="little").view("<u4")
     return np.concatenate([planes(gap_K & (1 << r) - 1, r), unary])
@@ -216,7 +219,8 @@ def value_words(x_K: torch.Tensor, spec: RecordSpec) -> tuple[np.ndarray, np.nda
         dtype = DTYPES[spec.value_dtype]
         values_K = x_K if x_K.dtype == dtype else with_one_nan(x_K, dtype)
         data = values_K.reshape(-1, 1).view(torch.uint8).numpy().tobytes()
-        words = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), "<u4")
+        padded_bytes = -(-len(data) // 4) * 4  # rounded up
+        words = np.frombuffer(data.ljust(padded_bytes, b"\0"), "<u4")
         return words, values_K.float().numpy()
     bits = RICE_BITS[spec.value_dtype]
     words, sent = [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]

@@ -66,7 +66,7 @@ def sample_threshold(
         pairwise(range_offsets.tolist()), densities_R.tolist(), keys_R.tolist(), strict=True
     ):
         if begin == end or density >= 1:
-            limits.append((-1.0, 0.0, 0))
+            limits.append((-1.0, 0.0, 0))  # below every magnitude: nothing is left out
             continue
         index = torch.tensor(sample_positions(end - begin, samples, key)) + begin
         x = grad_N[index].float()

@@ -61,7 +61,7 @@ class Loads:
         h0 = PermutationHash(numel, len(elements), HASH_SEED)
 
         def counts(own_K: np.ndarray) -> np.ndarray:
-            """How many of some elements lie in each partition."""
+            """Counts the elements that h0 puts into each partition."""
             partition_K = h0.partition_of(torch.from_numpy(own_K))
             return partition_K.bincount(minlength=h0.partitions).numpy()
 

@@ -95,7 +95,7 @@ def overlap_ratios(words_nW: np.ndarray, most_pairs: int) -> list[float]:
     """
     n = words_nW.shape[0]
     sizes = [size_of(words_W) for words_W in words_nW]
-    first, second = np.triu_indices(n, k=1)
+    first, second = np.triu_indices(n, k=1)  # the ranks of each pair
     if first.size > most_pairs:
         taken = np.arange(most_pairs) * first.size // most_pairs
         first, second = first[taken], second[taken]
@@ -182,7 +182,7 @@ def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityP
     n = len(elements)
     words_nW = np.stack([pack(own_K, numel) for own_K in elements])
     nnz = sum(own_K.size for own_K in elements)
-    # Of the sum of k ranks, the mean over the groups of k.
+    # By k: the elements of the sum of k ranks, the mean over the groups of k.
     nnz_of_sum = {k: sum(map(size_of, sets)) / len(sets) for k, sets in unions(words_nW)}
     sum_K = union_of(elements, numel)
     mean_nnz = nnz / n

@@ -143,7 +143,7 @@ class GradientDumpWriter:
             return
         folder = self._folder / f"iteration-{iteration:06d}" / self._place
         path = folder / f"{quote(bucket, safe='')}.{kind}.pt"
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(".partial")  # so that a reader never sees half a file
         try:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(_packed(values.detach()), partial)
@@ -281,14 +281,14 @@ class GradientDump:
         Raises:
             ProfileError: there is no such iteration or bucket.
         """
-        for what, asked, there in (
+        for what, asked, known in (
             ("iteration", iteration, self.iterations),
             ("bucket", bucket, list(self.buckets)),
         ):
-            if asked not in there:
+            if asked not in known:
                 raise ProfileError(
                     f"{self.folder} does not have that {what}",
-                    expected=", ".join(map(str, there)),
+                    expected=", ".join(map(str, known)),
                     got=asked,
                 )
         dumped = self.buckets[bucket]

@@ -178,7 +178,7 @@ class SamplePlan:
         generator = torch.Generator().manual_seed(draw_key(seed, step, "profile", name))
         inside_W = torch.rand(count, generator=generator, dtype=torch.float64)
         # Stratum i holds the windows from edges[i] to before edges[i + 1].
-        edges = torch.arange(count + 1) * windows // max(count, 1)
+        edges = torch.arange(count + 1) * windows // max(count, 1)  # count may be 0
         drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
         # A power of two, so that every profile's power of two is made of whole partitions.
         powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
@@ -216,7 +216,7 @@ class SamplePlan:
         window_bits = mask_N.view(-1, WINDOW_NUMEL)[self.window_W.to(mask_N.device)]
         # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
-        before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])
+        before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])  # elements before each block
         finest_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.finest))
         equal_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.world_size))
         words_W = packed_W.to(torch.uint8).view(torch.int64)
@@ -238,7 +238,8 @@ class SamplePlan:
             parts, np.cumsum([self.finest, n, len(BLOCK_SIZES)]), axis=1
         )
         words_nW = np.ascontiguousarray(words).view(np.uint64)
-        # By number of partitions: powers of two are unions of the finest ones.
+        # By number of partitions, each rank's elements in each: n partitions are counted apart,
+        # and other numbers are powers of two, whose partitions are unions of the finest ones.
         counts = {
             p: equal_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
             for p in partition_counts(numel, n)
@@ -248,7 +249,7 @@ class SamplePlan:
         density = nnz / (n * numel)
         unions_P = self._unions(total_P, words_nW)
         union_nnz = {k: math.fsum(union_P.tolist()) for k, union_P in unions_P.items()}
-        sum_counts = {
+        sum_counts = {  # estimated elements of the sum in each
             p: self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n])
             for p, found_nP in counts.items()
         }
@@ -272,7 +273,7 @@ class SamplePlan:
 
         Partitions of like density are a class. The windows in it say how many times one rank's
         elements a union has there; few elements count less than the bucket's own ratio (`PRIOR`).
-        Suffixes: P partitions, W windows, C classes, g sets of ranks.
+        Suffixes: P finest partitions, W windows, C classes, g sets; in `words_` W is words.
 
         Args:
             total_P: int64, elements of all ranks in each.
@@ -287,7 +288,7 @@ class SamplePlan:
         class_W = class_P[np.searchsorted(self._cuts, middle_W, side="right") - 1]
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
-            """Elements in the windows of each class, the mean over the sets."""
+            """Counts the sets' elements in the windows of each class; their mean over the sets."""
             bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             size_W = bits_W.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
@@ -326,7 +327,7 @@ class SamplePlan:
         inside = (cuts - knots[left]) / (knots[left + 1] - knots[left])
 
         def between(part_P: np.ndarray) -> np.ndarray:
-            """Elements of each other partition, from those of the finest ones."""
+            """Elements between each cut and the next, from those of the finest partitions."""
             before = np.concatenate([[0.0], np.cumsum(part_P)])
             return np.diff(before[left] + inside * part_P[left])
 
@@ -363,7 +364,7 @@ def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
     """Each partition's class, and their number: two for a factor of two in density, one for 0."""
     mantissa_P, exponent_P = np.frexp(density_P)  # a mantissa is in [0.5, 1)
     keys_P = 2 * exponent_P + (mantissa_P >= 0.75)
-    keys_P[density_P == 0] = np.iinfo(np.int32).min
+    keys_P[density_P == 0] = np.iinfo(np.int32).min  # no other density has this key
     classes, class_P = np.unique(keys_P, return_inverse=True)
     return class_P, classes.size
 
@@ -377,7 +378,8 @@ def _any_of(words_gW: np.ndarray, count: int) -> np.ndarray:
 
 
 def _independent(fraction: float, n: int) -> float:
-    """Of the union of n independent sets. By products: a power may round differently elsewhere."""
+    """The fraction that the union of n independent sets, each of this fraction, holds."""
+    # By products: a power may round differently on another machine.
     return 1 - math.prod([1 - fraction] * n)
 
 
