@@ -160,7 +160,7 @@ def _kernel_flags(device: str) -> dict[str, object]:
         return {
             "distributed_backend": "gloo",
             "transformer_impl": "local",
-            **dict.fromkeys(_OF_APEX_OR_TE, True),  # turn off features of Apex and TE
+            **dict.fromkeys(_OF_APEX_OR_TE, True),  # turn off what needs those packages
             "no_bias_gelu_fusion": True,
             "no_bias_dropout_fusion": True,
         }
