@@ -308,7 +308,7 @@ class ResidualStore:
             residual_N = self._add_zeros(bucket)
             for piece in pieces:
                 value = saved[piece.name, piece.offset]
-                check_size(piece.name, value.numel(), piece.stop - piece.start)
+                check_size(piece.name, value.numel(), piece.numel)
                 residual_N[piece.start : piece.stop].copy_(value)
 
 

@@ -43,6 +43,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -219,13 +220,13 @@ class ShardGather[W: Way](ABC):
         self._check_sizes(announced)
         if own.method != RAW:
             sizes = [theirs.nbytes for theirs in announced]
-            sender_count, waiting = self._sender_count(), []
+            waiting: Records = []
 
             def take(sender: int, received: torch.Tensor) -> None:
                 """Decodes records as they come, on CUDA all with the last; not the own one."""
                 if sender != self._transport.rank:
                     waiting.append((sender, received))
-                    if not received.is_cuda or len(waiting) == sender_count:
+                    if not received.is_cuda or len(waiting) == self._sender_count:
                         with record.timer.stage("decode"):
                             self._take(waiting, announced)
                         waiting.clear()
@@ -240,6 +241,7 @@ class ShardGather[W: Way](ABC):
         self._verify_new(announced)
         self._keep()
 
+    @cached_property
     def _sender_count(self) -> int:
         """The number of the other ranks whose records come here."""
         if not self._way.per_node:

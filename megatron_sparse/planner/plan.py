@@ -253,11 +253,11 @@ class Planner:
 
 def shape_of(bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None) -> BucketShape:
     """The bucket's sizes, operation and ranks: what costs depend on beside the gradients."""
-    kept = [piece.stop - piece.start for piece in bucket.parameters if piece.keep]
+    kept = sum(piece.numel for piece in bucket.parameters if piece.keep)
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return BucketShape(
         bucket.numel,
-        sum(kept),
+        kept,
         value_dtype.itemsize,
         bucket.op,
         bucket.world_size,

@@ -57,9 +57,8 @@ def predicted_bytes(
     """
     n = bucket.world_size
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize
-    kept_sizes = [piece.stop - piece.start for piece in bucket.parameters if piece.keep]
-    kept = sum(kept_sizes)
-    pruned = sum(piece.stop - piece.start for piece in bucket.parameters) - kept
+    kept = sum(piece.numel for piece in bucket.parameters if piece.keep)
+    pruned = sum(piece.numel for piece in bucket.parameters) - kept
 
     form = scheme.format if value_bits is None else "rice"
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)

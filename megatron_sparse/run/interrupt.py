@@ -51,9 +51,9 @@ after_ctrl_c = threading.Event()
 def end_quickly() -> None:
     """From now on this process ends without the work of seconds that would help nobody. Idempotent.
 
-    Python would look for cycles in all of torch and Megatron, on a loaded machine for a minute, and
-    after Ctrl-C the destructors of torch's groups would wait for operations that never end. Call it
-    before torch is imported: what is registered first runs last.
+    Python would look for cycles in all of torch and Megatron, on a loaded machine for a minute (it
+    does where Triton is loaded), and after Ctrl-C the destructors of torch's groups would wait for
+    operations that never end. Call it before torch is imported: what is registered first runs last.
     """
     atexit.register(_end)
 
