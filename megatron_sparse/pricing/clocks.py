@@ -230,10 +230,10 @@ class QueuedRounds:
             self._now_s[rank] += self._host_s
             self._done_s[rank] = self._now_s[rank]
             for peer, sender, receiver in messages:
-                # The later one of the two finds the other waiting, and makes the message ready;
-                # no round has a message from a rank to itself.
+                # The later one of the two finds the other waiting, and makes the message ready. No
+                # round has a message from a rank to itself.
                 is_waiting = self._place[peer] == number and self._pending[peer] > 0
-                if is_waiting and peer != rank:
+                if is_waiting:
                     since_s = max(self._now_s[rank], self._now_s[peer])
                     heapq.heappush(self._ready, (since_s, sender, receiver, number))
             return

@@ -73,7 +73,8 @@ class SumDensities:
         """Fraction of each part's blocks that are non-zero, P numbers.
 
         Args:
-            ranks: 1 for one contribution, else all of them: nothing between was measured.
+            ranks: that are summed. Blocks were measured in one rank's selection and in the sum of
+                all; sums between have the density of `ranks`, and blocks as the sum of all.
             parts: P.
             block_size: elements of a block.
         """
