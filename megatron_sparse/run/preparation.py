@@ -311,7 +311,7 @@ def _compiles_first(config: RunConfig) -> str:
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
     """The run in words: three lines, and one each for what chooses, compilation and checkpoint.
 
-    Ranks print the number of parameters later.
+    Megatron prints the number of parameters later.
     """
     from megatron_sparse.collectives import AUTO
 
