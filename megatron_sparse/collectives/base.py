@@ -310,7 +310,7 @@ class Subgroup:
         if in_one_call:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
-        # Virtual ranks keep the rounds that schemes are priced by.
+        # Only over gloo: on virtual ranks each exchange stays a round, as its scheme is priced.
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
         small = independent and over_gloo and _sent_bytes(rounds) <= SMALL_BYTES
         at_once = on_cuda or small

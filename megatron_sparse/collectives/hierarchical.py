@@ -153,7 +153,11 @@ class LaneParts:
         return slice(start, start + self._shard_numel)
 
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
-        """This rank's part as a bucket of its lane's ranks; shared out where nodes are equal."""
+        """This rank's part as a bucket of its lane's ranks.
+
+        Its operation is the bucket's own where each node has as many owners of the part; else an
+        all-reduce, whose sum each rank then has whole.
+        """
         lanes, part = self.lanes, self.part(self.lanes.lane)
         nodes = len(lanes.members)
         owner_counts = {len(lanes.owners(lanes.lane, node)) for node in range(nodes)}

@@ -97,7 +97,8 @@ def _meet(
     is_late = group.rank == late
     meetings = meetings_of(group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
-        # The straggler and an early rank swap their parts of a chunk. Other chunks are complete.
+        # The straggler and an early rank swap their parts of the chunk that the early rank takes.
+        # Other chunks that are given or taken are complete.
         swaps_with_late = peer == late and gives is not None
         swapped = takes if is_late or swaps_with_late else None
         received = None

@@ -135,18 +135,19 @@ class ResidualStore:
         self._goes_on = True
 
     def take_apart(self, leak: float) -> dict[str, torch.Tensor]:
-        """Residuals have no part in this step: `commit` leaves them as they were before it.
+        """Gives what turns the step's sum into that of gradients alone, without residuals.
 
-        To be called between the sums and `commit` or `rollback`. Needs undo copies, and one buffer
-        of a residual's size for each pending selection while the result lives.
+        `commit` then leaves the residuals as they were before the step. To be called between the
+        sums and `commit` or `rollback`. Needs undo copies, and one buffer of a residual's size for
+        each pending selection while the result lives.
 
         Args:
             leak: the factor with which unsent values entered the residuals; 1 loses nothing.
 
         Returns:
-            For each bucket with a pending selection, what this rank must add to the sum so that it
-            is the sum of gradients alone: new residual - old residual, fp32 [N]. With a leak below
-            1, up to the rounding of values that were sent; at leak 0 unsent values are lacking.
+            For each bucket with a pending selection, what this rank must add to the sum:
+            new residual / leak - old residual, fp32 [N]. With a leak below 1, up to the rounding of
+            values that were sent; at leak 0 unsent values are lacking.
         """
         self._is_apart = True
         lacking = {}

@@ -67,8 +67,8 @@ class Transports:
         unless `compression.level=rank`.
 
         Args:
-            group: one of its bucket groups.
-            buckets: of all of them; with `planner.cluster` their prices choose the level.
+            group: any bucket group of that data-parallel group.
+            buckets: of all its bucket groups; with `planner.cluster` their prices choose the level.
         """
         config = self._config
         ranks = dist.get_process_group_ranks(group.process_group)

@@ -149,7 +149,8 @@ class ProgressThread(Progress):
             if self._advance_one():
                 continue
             if closes_s is not None and time.perf_counter() > closes_s:
-                self._fail(self._running[0], self._unfinished())
+                oldest = self._running[0]  # there is one, or this would have returned
+                self._fail(oldest, self._unfinished())
                 continue
             with self._wake:
                 if not self._is_awake:

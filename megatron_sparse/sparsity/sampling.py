@@ -180,7 +180,8 @@ class SamplePlan:
         # Stratum i holds the windows from edges[i] to before edges[i + 1].
         edges = torch.arange(count + 1) * windows // max(count, 1)  # count may be 0
         drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
-        # A power of two, so that every profile's power of two is made of whole partitions.
+        # The numbers of partitions that a profile will ask for. Where they are powers of two, each
+        # of their partitions is to be made of whole finest ones.
         powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
         # As many as there are windows, at most `FINEST`, rounded down to a power of two.
         fine = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
@@ -341,19 +342,19 @@ class SamplePlan:
 
         It lies between one rank's fraction (full overlap) and that of independent ranks, at the
         same relative place, `share`, as in the windows. Blocks that are larger than a window take
-        the share of the largest that are not.
+        the share of the largest that are not: sizes ascend.
         """
         n, found, share = words_nW.shape[0], {}, 0.0
         union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
         seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
-                # Of the windows' `count` blocks, those that one rank holds and the union holds.
+                # Of the windows' `count` blocks: how many one rank holds on average, and the union.
                 held = np.count_nonzero(_any_of(words_nW, size // WORD_BITS)) / n
                 union = np.count_nonzero(_any_of(union_W, size // WORD_BITS))
                 count = -(-seen // size)
-                # From full overlap up to independence.
-                room = count * _independent(held / count, n) - held
+                independent_union = count * _independent(held / count, n)
+                room = independent_union - held  # at full overlap the union holds `held` blocks
                 share = (union - held) / room if room > 0 else 0.0
             most = _independent(fraction, n)
             found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
