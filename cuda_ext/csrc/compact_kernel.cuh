@@ -153,10 +153,12 @@ struct CompactMemory {
   TilePlace<Source> places[4];
 };
 
-// The block's only barrier, where its two kinds of warps meet: twice at first, then once a tile.
-// They wait at different places in the code, which PTX allows and __syncthreads() does not.
+// The block's only barrier, where its two kinds of warps meet: twice at first, then once a tile,
+// and once at the end. They wait at different places in the code, which PTX allows and
+// __syncthreads() does not. A warp must come to its place together.
 __device__ __forceinline__ void meet() {
 #ifdef __CUDA_ARCH__
+  __syncwarp();
   asm volatile("bar.sync 0;" ::: "memory");
 #else
   __syncthreads();

@@ -1,4 +1,4 @@
-// Shared by the launches of an encoder: arguments and scratch memory on the device.
+// Shared by the launches of an encoder: scratch memory on the device, and the plans of records.
 #pragma once
 
 #include "encode_launch.h"

@@ -2,10 +2,11 @@
 //
 // Packing is one launch: a block takes tiles of 4096 positions by ticket, holds them in registers,
 // writes their bits, and stores the non-zero values at the place that decoupled look-back finds.
-// Adding takes two launches: the bits of all tiles are counted and compared with what is expected,
-// then each warp takes a tile, and each lane the bits of four words: the element of a set bit
-// follows from the permutation's inverse or from the index set. Positions have different elements,
-// so there are no atomics and the sums do not depend on the schedule.
+// Adding takes two launches, and one more to check an index set: the bits of all tiles are counted
+// and compared with what is expected, then each warp takes a tile, and each lane the bits of four
+// words: the element of a set bit follows from the permutation's inverse or from the index set.
+// Positions have different elements, so there are no atomics and the sums do not depend on the
+// schedule.
 //
 // Bytes a position at density d and v bytes a value. Packing: v read, 1/8 + d v written. Adding:
 // 2/8 + d v read, d sectors of 32 bytes of acc read and written, because hashed elements are

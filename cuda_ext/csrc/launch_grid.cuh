@@ -22,7 +22,7 @@ inline cudaLaunchConfig_t grid_for(int64_t blocks, int64_t most, int threads, cu
   return config;
 }
 
-// Enough blocks of `threads` for one thread an item, and no more than are resident.
+// Enough blocks of `threads` for one thread an item, and no more than can be resident.
 inline cudaLaunchConfig_t grid_of_items(int64_t items, int threads, cudaStream_t stream) {
   return grid_for((items + threads - 1) / threads, multiprocessors() * 8, threads, stream);
 }

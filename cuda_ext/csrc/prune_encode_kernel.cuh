@@ -6,8 +6,9 @@
 //   place_kernel.cuh   1/8 + d v read, the message written (COO d (4 + v), Pici 1/8 + d v)
 // fp32 gradient, bf16 residual, fp32 COO at 1 %: 8 (the floor) + 0.25 + 0.16 = 8.41.
 //
-// A selection cannot be undone: if the message does not fit (status kEncodeCapacity), the residual
-// is already the new one and the step is lost. With room for the dense message it fits.
+// A selection cannot be undone: if the message does not fit (status kEncodeCapacity, or kEncodeSlot
+// with slots), the residual is already the new one and the step is lost. With room for the dense
+// message it fits.
 #pragma once
 
 #include "compact_kernel.cuh"

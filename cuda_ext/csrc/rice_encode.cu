@@ -32,13 +32,11 @@ void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t str
   cudaLaunchKernelEx(&config, rice_kernel<DTYPE>, work, call);
 }
 
-// The launches after compaction.
+// The launches after compaction, for records with indices.
 void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
-  if (!call.rice.without_indices) {
-    const cudaLaunchConfig_t config = grid_for(chunk_slots(call.encode, call.rice),
-                                               multiprocessors() * 12, kMeasureThreads, stream);
-    cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
-  }
+  const cudaLaunchConfig_t config = grid_for(chunk_slots(call.encode, call.rice),
+                                             multiprocessors() * 12, kMeasureThreads, stream);
+  cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
   switch (call.rice.dtype) {
     case kFp32:
       return launch_coding<kFp32>(call, work, stream);

@@ -23,7 +23,7 @@ struct RiceArguments {
 int64_t rice_encode_workspace_bytes(const EncodeArguments& arguments, const RiceArguments& rice);
 
 // As launch_encode and launch_prune_encode. Four launches, one more with a limit. Without indices
-// two: every element is sent, whatever the limit, and nothing changes if the message does not fit.
+// two: every element is sent, whatever the limit; if the message does not fit, no residual changes.
 void launch_rice_encode(const EncodeArguments& arguments, const RiceArguments& rice, void* stream);
 void launch_rice_prune_encode(const EncodeArguments& arguments, const RiceArguments& rice,
                               const PruneArguments& prune, void* stream);

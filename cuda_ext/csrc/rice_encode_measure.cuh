@@ -3,7 +3,7 @@
 // The place of a chunk's words depends on the unary parts of all chunks before it, and those on
 // where entries lie. A block takes one chunk after the other by ticket, a thread four neighbouring
 // words of its bits. It reads the staged bits only (1/8 byte an element) and leaves for each word
-// where its first entry's 1 lies (1/8 byte an element), with which every warp of the last launch
+// where its first entry's 1 lies (1/8 byte an element), with which every lane of the last launch
 // codes a word alone. With r = 0 the unary part is the bitmap, and it leaves nothing.
 #pragma once
 
