@@ -142,13 +142,20 @@ class SparseConfig:
             overrides: single options, see `from_overrides`; they win over a preset's.
 
         Raises:
-            ConfigError: a whole configuration and options were given, there is no such preset, or
-                an option is invalid.
+            ConfigError: a whole configuration and options were given, or something else; there is
+                no such preset, or an option is invalid.
         """
         if isinstance(config, str):
             return cls.preset(config, **overrides)
         if config is None:
             return cls.from_overrides(**overrides)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"{to} got a config of another kind",
+                expected="a SparseConfig, or a preset's name",
+                got=repr(config),
+                remedy="write single options as keywords, such as density=0.1",
+            )
         if overrides:
             raise ConfigError(
                 f"{to} got both a config and single options",

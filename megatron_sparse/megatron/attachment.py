@@ -371,7 +371,7 @@ def attach(
     Raises:
         HostError: Megatron lacks a function that the plugin hooks, or the model is of a kind that
             the plugin refuses.
-        ConfigError: a value is refused, or fp16 without the optimizer.
+        ConfigError: a value is refused, or fp16 without the optimizer. Nothing is attached then.
 
     Example:
         >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
@@ -381,11 +381,22 @@ def attach(
     chunks = list(model) if isinstance(model, Sequence) else [model]
     if optimizer is None:
         _check_needs_no_optimizer(chunks, config.parameters.method)
+    elif not hasattr(optimizer, "step"):
+        raise ConfigError(
+            "attach got an optimizer without step()",
+            expected="attach(model, optimizer, config)",
+            got=repr(optimizer),
+            remedy="pass Megatron's optimizer second, and a configuration or preset third",
+        )
     log_untested_megatron()
     checkpoint_process.end_with_rank()
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
-        attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+        try:
+            attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+        except BaseException:
+            attachment.close()  # the caller has nothing to detach
+            raise
     return attachment
 
 

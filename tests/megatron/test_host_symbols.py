@@ -113,3 +113,13 @@ def test_what_needs_the_optimizer_is_refused_without_it(setting, options, words)
 
     with pytest.raises(ConfigError, match=f"{words} needs the optimizer"):
         attach(SimpleNamespace(config=SimpleNamespace(**setting)), **options)
+
+
+def test_a_preset_in_the_optimizers_place_and_a_mapping_as_the_configuration_are_refused():
+    from megatron_sparse.megatron import attach
+
+    model, optimizer = SimpleNamespace(config=None), SimpleNamespace(step=None)
+    with pytest.raises(ConfigError, match=r"without step\(\)"):
+        attach(model, "safe")
+    with pytest.raises(ConfigError, match="a SparseConfig, or a preset's name"):
+        attach(model, optimizer, {"density": 0.1})

@@ -122,13 +122,14 @@ def test_megatrons_own_gather_is_measured_too(rank, name):
 
 
 @on_ranks(WORLD_SIZE)
-def test_exact_is_refused_without_the_distributed_optimizer(rank):
-    from megatron_sparse.megatron import attach
+def test_exact_is_refused_without_the_distributed_optimizer_and_leaves_nothing_attached(rank):
+    from megatron_sparse.megatron import attach, detach
 
     with parallel_state_of(Layout()):
         model = ParallelGPT(Layout())
         with pytest.raises(ConfigError, match="without the distributed optimizer"):
             attach(model.chunks, model.optimizer, scheme="dense", parameters=EXACT)
+        detach(attach(model.chunks, model.optimizer, scheme="dense"))
 
 
 @on_ranks(WORLD_SIZE)
