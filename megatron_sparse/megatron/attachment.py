@@ -305,10 +305,10 @@ class Attachment(HostState):
         for group in self.groups:
             swap_out(group)
         self.unit.close()
-        self.parameters.close()
         if self._optimizer is not None:
-            self._optimizer.close()
+            self._optimizer.close()  # wraps what `parameters` has wrapped
             self._optimizer = None
+        self.parameters.close()
         self.progress.close()
         self._transports.close(broken=self.progress.broken)
         return_group(self.alone)

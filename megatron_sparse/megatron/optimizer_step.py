@@ -10,6 +10,7 @@ they are there, so the host does not wait. For an optimizer without that method 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,41 @@ from megatron_sparse.reduction.job import Pending
 
 UPDATE = "step_with_ready_grads"
 """Megatron's method that changes parameters."""
+
+
+class WrappedMethod:
+    """A method that is wrapped on its object, until `close`.
+
+    Others wrap it too, before or after: learning-rate schedulers, another attachment.
+
+    Args:
+        owner: has the method.
+        name: of the method.
+        wrapper: called in place of it, with the former method before its arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        self._owner, self._name = owner, name
+        self._before = vars(owner).get(name)  # None: the class's own
+        original = getattr(owner, name)
+        self._called: Callable[..., Any] = functools.partial(wrapper, original)
+
+        @functools.wraps(original)  # with the mark that torch's schedulers look for
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._called(*args, **kwargs)
+
+        self._original, self._method = original, method
+        setattr(owner, name, method)
+
+    def close(self) -> None:
+        """Puts the former method back; under a later wrapper, only passes calls on from now on."""
+        self._called = self._original
+        if vars(self._owner).get(self._name) is not self._method:
+            return
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
 
 
 class UnconfirmedSums:
@@ -71,13 +107,13 @@ class WatchedOptimizer:
         inner_s: Callable[[], float],
     ) -> None:
         self._optimizer = optimizer
-        original, update = optimizer.step, getattr(optimizer, UPDATE, None)
+        has_update = hasattr(optimizer, UPDATE)
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             """The original step, with sums confirmed, timed and reported to `end`."""
             start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
-                if update is None:  # else `confirmed_update` does it, later
+                if not has_update:  # else `confirmed_update` does it, later
                     sums.confirm()
                 result = original(*args, **kwargs)
                 sums.confirm()  # not yet, if the optimizer skipped its update
@@ -89,16 +125,16 @@ class WatchedOptimizer:
             end(success, grad_norm)
             return result
 
-        def confirmed_update(*args: Any, **kwargs: Any) -> Any:
-            assert update is not None, "only then it is wrapped"
+        def confirmed_update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             sums.confirm()
             return update(*args, **kwargs)
 
-        optimizer.step = step
-        if update is not None:
-            setattr(optimizer, UPDATE, confirmed_update)
+        self._wrapped = [WrappedMethod(optimizer, "step", step)]
+        if has_update:
+            self._wrapped.append(WrappedMethod(optimizer, UPDATE, confirmed_update))
 
     def close(self) -> None:
         """Restores the optimizer's own methods."""
-        for name in ("step", UPDATE, "sharded_state_dict"):  # The last: `checkpoint.save_with`.
-            self._optimizer.__dict__.pop(name, None)
+        for wrapped in self._wrapped:
+            wrapped.close()
+        self._optimizer.__dict__.pop("sharded_state_dict", None)  # of `checkpoint.save_with`

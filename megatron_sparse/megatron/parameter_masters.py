@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.megatron.optimizer_step import UPDATE
+from megatron_sparse.megatron.optimizer_step import UPDATE, WrappedMethod
 from megatron_sparse.parameters.lossy import LossyGather
 from megatron_sparse.reduction.level_parts import slices_of
 
@@ -113,20 +113,19 @@ class WatchedUpdates:
             gathers = [bucket.gather for bucket in buckets]
             gathers = [gather for gather in gathers if _elements_in(gather.own_shard, spans)]
             if gathers:
-                setattr(link, UPDATE, _watched(getattr(link, UPDATE), gathers))
-                self._watched.append(link)
+                self._watched.append(WrappedMethod(link, UPDATE, _watched(gathers)))
 
     def close(self) -> None:
         """Restores the optimizers' own methods."""
-        for link in self._watched:
-            link.__dict__.pop(UPDATE, None)
+        for wrapped in self._watched:
+            wrapped.close()
         self._watched.clear()
 
 
-def _watched(update: Callable[[], bool], gathers: Sequence[LossyGather]) -> Callable[[], bool]:
+def _watched(gathers: Sequence[LossyGather]) -> Callable[..., bool]:
     """Wraps an optimizer's update: gathers learn when it begins, and whether it was accepted."""
 
-    def watched_update() -> bool:
+    def watched_update(update: Callable[[], bool]) -> bool:
         for gather in gathers:
             gather.begin_step()
         accepted = update()

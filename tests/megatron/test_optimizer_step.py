@@ -114,6 +114,27 @@ def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: li
     assert not vars(optimizer).keys() & {"step", "step_with_ready_grads"}
 
 
+def test_other_wrappers_of_the_step_stay_whatever_is_closed_first() -> None:
+    """A scheduler of torch's marks the step that it has wrapped, and looks for the mark."""
+    log, sums = [], UnconfirmedSums()
+    optimizer: Any = MegatronOptimizer(log)
+    own = optimizer.step
+
+    def scheduled() -> Any:
+        return own()
+
+    scheduled.is_marked = True
+    optimizer.step = scheduled
+    first, second = (watched(optimizer, sums, log) for _ in range(2))
+    assert optimizer.step.is_marked
+    for watch, ends in ((None, 2), (first, 1), (second, 0)):
+        if watch is not None:
+            watch.close()
+        log.clear()
+        optimizer.step()
+        assert log == ["norm", "update", *["end True 1.0"] * ends]
+
+
 @pytest.mark.parametrize("kind", [PlainOptimizer, MegatronOptimizer])
 def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
     log, sums = [], UnconfirmedSums()
