@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -48,8 +49,9 @@ class HostState:
     ) -> None:
         compression = config.compression
         is_auto = compression.density == AUTO
-        # The trials change their own copy, which begins with the density of the first steps.
-        begun = started(config) if is_auto else config
+        # Trials and `set_density` change a copy: the caller may give the same to another model.
+        # That of trials begins with the density of the first steps.
+        begun = started(config) if is_auto else deepcopy(config)
         self.config = with_agreed_capacity(begun, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, SelectionError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.megatron.train_ranks import (
@@ -172,13 +173,15 @@ def test_a_repeated_step_sends_the_residual_again_where_compression_was_switched
 
 @on_ranks(2)
 def test_set_density_holds_from_the_next_step_on_and_ranks_that_disagree_change_nothing(rank):
-    with running(SmallGPTConfig(), **SPARSE) as run:
+    given = SparseConfig.from_overrides(**SPARSE)
+    with running(SmallGPTConfig(), config=given) as run:
         run.step()
         with pytest.raises(CommunicationError, match="ranks want different densities") as caught:
             run.attachment.set_density(0.1 + 0.1 * rank)
         assert "rank 0: 0.1, rank 1: 0.2" in str(caught.value)
         assert run.attachment.config.compression.density == 0.05
         run.attachment.set_density(0.25)
+        assert given.compression.density == 0.05, "it may serve another model too"
         run.step()
     steps = [[r for r in run.records.buckets if r.step == step] for step in range(2)]
     assert [{r.density for r in step} for step in steps] == [{0.05}, {0.25}]
