@@ -95,6 +95,7 @@ class Attachment(HostState):
         self._reducers = self._make_reducers()
         # Attach: from here on Megatron calls the plugin.
         self._chunks = chunks
+        self._closed = False
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
         for group in self.groups:
             swap_in(group, self)
@@ -300,8 +301,11 @@ class Attachment(HostState):
         """Gives back all that was taken, in the order in which one part uses the next.
 
         Megatron's classes and functions first, then the progress thread, and the groups of ranks
-        that it was working on.
+        that it was working on. Idempotent.
         """
+        if self._closed:
+            return
+        self._closed = True
         for group in self.groups:
             swap_out(group)
         self.unit.close()

@@ -128,12 +128,15 @@ def test_a_repeat_without_undo_copy_is_a_typed_error(rank):
 
 @on_ranks(2)
 def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(rank):
+    from megatron_sparse.megatron import detach
+
     with running(SmallGPTConfig(), **SPARSE) as run:
         for enabled in (True, False, True):
             run.attachment.enabled = enabled
             run.step()
             assert any(view.any() for view in run.residuals().values()) is enabled
     assert "step" not in run.model.optimizer.__dict__
+    detach(run.attachment)  # again, as in a `finally`
     assert run.step()[1]
 
 
