@@ -74,11 +74,11 @@ def decode_sum_(
 ) -> None:
     """Adds several ranks' messages in one pass: the bits of one `decode_add_` after another.
 
-    Every element of the sum is written once. On the CPU this needs no more memory traffic than one
-    message does: part by part, all messages are added while the part is in a cache. They are
-    checked before the first addition. On CUDA these are two kernels for each 16 messages, and every
-    header, index, prefix sum and bit is checked before it is used, but after the first elements
-    have been written.
+    On the CPU every element of the sum is written once, and this needs no more memory traffic than
+    one message does: part by part, all messages are added while the part is in a cache. They are
+    checked before the first addition. On CUDA these are two kernels for each 16 messages, which
+    write every element, and every header, index, prefix sum and bit is checked before it is used,
+    but after the first elements have been written.
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:

@@ -9,7 +9,6 @@ namespace megatron_sparse {
 namespace {
 
 constexpr int kMostDecodes = 16;  // of one launch, whose parameters have at most 4 KB
-constexpr int kSumBlocks = 4;     // resident on a multiprocessor
 
 template <bool FRESH, int MOST>
 void launch_sum(const DecodeBatch<MOST>& batch, const SumPlan& plan,
@@ -63,18 +62,20 @@ void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan,
   };
   launch_walk(batch, count, next, stream);
   if (segments == 0) return;
-  const int64_t resident = multiprocessors() * kSumBlocks;
+  const int64_t resident = multiprocessors() * kDecodeBlocks;
   if constexpr (MOST == 1) {
     if (plan.checked) {
-      // A unit is at least 512 bytes of the message, except for each segment's last.
+      // Most units are at least 512 bytes of the message; of shorter ones a warp takes several.
       const int64_t warps = calls[0].message_bytes / 512 + segments;
       const cudaLaunchConfig_t check =
           grid((warps + kDecodeWarps - 1) / kDecodeWarps, resident, 1, kDecodeThreads);
       cudaLaunchKernelEx(&check, check_kernel, batch);
     }
   }
+  const bool in_place = MOST == 1 && !fresh;
+  const int64_t at_once = in_place ? multiprocessors() * kInPlaceBlocks : resident;
   const cudaLaunchConfig_t sum =
-      grid(tiles, std::max<int64_t>(resident / groups, 1), groups, kDecodeThreads);
+      grid(tiles, std::max<int64_t>(at_once / groups, 1), groups, kDecodeThreads);
   if (fresh) {
     launch_sum<true>(batch, plan, sum);
   } else {

@@ -3,8 +3,8 @@
 //
 // decode_add_ changes acc only if the whole message is right. decode_sum_ ignores acc's content, so
 // after an error there is nothing to preserve, and the messages are read once. Every tile of the
-// sum is made in shared memory (tile_sum.cuh) and written once; where decode_add_ adds to what acc
-// holds, it is changed in place.
+// sum is made in shared memory (tile_sum.cuh) and written once for each 16 messages; where
+// decode_add_ adds to what acc holds, it is changed in place.
 //
 // A check takes one unit after the other for each warp: a tile of 4096 elements in Pici, a chunk in
 // Rice, else up to 256 indices. The sum takes one tile after the other for each block.
@@ -22,6 +22,8 @@ namespace megatron_sparse {
 
 constexpr int kDecodeThreads = kSumThreads;
 constexpr int kDecodeWarps = kSumWarps;
+constexpr int kDecodeBlocks = 4;   // resident on a multiprocessor
+constexpr int kInPlaceBlocks = 3;  // likewise, of sums in place, which need more registers
 
 // A warp's unit of a check.
 struct Unit {
@@ -104,7 +106,7 @@ __device__ __attribute__((noinline)) inline void check_sections(const DecodeArgu
   }
 }
 
-__global__ void __launch_bounds__(kDecodeThreads, 4)
+__global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocks)
     check_kernel(const __grid_constant__ DecodeBatch<1> batch) {
   __shared__ TileWords tiles[kDecodeWarps];
   const int warp = threadIdx.x / 32;
@@ -198,7 +200,8 @@ __device__ __forceinline__ void find_tile(const DecodeArguments& call, const Dec
 // change; several in shared memory. In place each warp of a block finds a tile, and adds it if it
 // is COO's: its searches take longer than the additions. All other tiles are added by the block.
 template <int VALUE, bool FRESH, int MOST>
-__global__ void __launch_bounds__(kDecodeThreads, FRESH || MOST > 1 ? 4 : 3)
+__global__ void __launch_bounds__(kDecodeThreads,
+                                  FRESH || MOST > 1 ? kDecodeBlocks : kInPlaceBlocks)
     sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
   constexpr bool IN_PLACE = !FRESH && MOST == 1;
   __shared__ __align__(16) float sums[IN_PLACE ? 4 : kPiciTile];

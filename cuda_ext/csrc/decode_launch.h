@@ -41,10 +41,10 @@ int64_t decode_workspace_bytes(int64_t segment_count);
 void launch_decode_add(const DecodeArguments& arguments, void* stream);
 
 // Several messages, each with a workspace and a status of its own and of one value_dtype. acc's
-// content is ignored (`fresh` is not read), every element of the segments is written once, and
+// content is ignored (`fresh` is not read), every element of the segments is written, and
 // nothing else. After an error the segments' part of acc is undefined, except that it is untouched
-// if the segments do not lie in it. Two launches for each 16 messages: all are walked together, and
-// a tile of acc is made from all of them.
+// if the segments do not lie in it. Two launches for each 16 messages: these are walked together,
+// and a tile of acc is made from all of them; the next 16 read and write it again.
 //
 // The sum of messages with the same acc, base and segments, added in this order from 0. `next`, if
 // any, is the encoder that comes after it, in other memory: its cut is a part of the first launch,

@@ -244,12 +244,11 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
     sum += mix_vector(vectors[v], static_cast<uint32_t>(4 * v));
   }
   sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) {
-    atomicAdd(&work.found->sum, sum);
-    __threadfence();
-  }
+  if (threadIdx.x % 32 == 0) atomicAdd(&work.found->sum, sum);
   __syncthreads();
-  if (threadIdx.x != 0 || atomicAdd(&work.found->summed, 1u) + 1 != gridDim.x) return;
+  if (threadIdx.x != 0) return;
+  __threadfence();  // this block's sums come before its count
+  if (atomicAdd(&work.found->summed, 1u) + 1 != gridDim.x) return;
   __threadfence();  // the other blocks' sums come before their count
   // The checksum's own word is none of the words that it sums.
   const uint32_t checksum = vectors[0].x;

@@ -55,12 +55,12 @@ __global__ void __launch_bounds__(kSealThreads, 4)
     sum += mix_vector(vector, static_cast<uint32_t>(4 * v + 4));
   }
   sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) {
-    atomicAdd(work.sum, sum);
-    __threadfence();
-  }
+  if (threadIdx.x % 32 == 0) atomicAdd(work.sum, sum);
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(work.sealed, 1u) + 1 == gridDim.x;
+  if (threadIdx.x == 0) {
+    __threadfence();  // this block's sums come before its count
+    is_last = atomicAdd(work.sealed, 1u) + 1 == gridDim.x;
+  }
   __syncthreads();
   if (!is_last || threadIdx.x != 0) return;
   __threadfence();  // the other blocks' sums come before their count

@@ -22,7 +22,7 @@ struct NcclApi {
 
 inline constexpr int64_t kStatusWords = 4;  // of a decoder, and before an encoder's sizes
 
-// Where a shard of the bucket lies. Rows of `SumPlan.shards` in nccl_ops.py.
+// Where a shard of the bucket lies. Rows of `SumPlan.words` in nccl_ops.py.
 struct NcclShard {
   int64_t begin;  // element of the bucket
   int64_t numel;
@@ -34,7 +34,7 @@ struct NcclShard {
   int64_t sum_bytes;
 };
 
-// On the device. The last four hold segment_count + 1 entries for each shard, one shard after the
+// On the device. The last three hold segment_count + 1 entries for each shard, one shard after the
 // other, counted from the shard's begin.
 struct NcclTables {
   const int64_t* segment_offsets;  // [segments + 1] elements of the bucket

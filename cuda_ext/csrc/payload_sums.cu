@@ -41,7 +41,7 @@ void launch_payload_sums(const PayloadSums& call, void* stream) {
   if (call.records == 0) return;
   const int64_t resident = multiprocessors() * 8;
   const int64_t rows = std::min<int64_t>({call.records, resident, 65535});
-  // At least four vectors a thread, if the records are of one size.
+  // At most four vectors a thread, if the records are of one size and there are blocks enough.
   const int64_t vectors = call.bytes / 16 / rows;
   cudaLaunchConfig_t config =
       grid_for(vectors / (4 * kPayloadThreads) + 1, std::max<int64_t>(resident / rows, 1),

@@ -84,8 +84,8 @@ __device__ __forceinline__ bool check_rice_chunk(const DecodeRecord& record, int
   return !error.wrong;
 }
 
-// A tile's chunk, in shared memory to save registers. Elements, and so the numbers of entries, are
-// below 2^24.
+// A tile's chunk, in shared memory to save registers. Elements are below 2^24, so
+// there are at most 2^24 entries.
 struct RiceChunk {
   const uint32_t* values;  // without indices, those of the tile
   const uint32_t* planes;  // of the remainders
