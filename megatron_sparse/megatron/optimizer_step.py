@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from megatron_sparse.profiler_ranges import marked
@@ -41,11 +42,12 @@ class WrappedMethod:
         self._called: Callable[..., Any] = functools.partial(wrapper, original)
 
         @functools.wraps(original)  # with the mark that torch's schedulers look for
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self._called(*args, **kwargs)
 
-        self._original, self._method = original, method
-        setattr(owner, name, method)
+        # Bound, because torch's schedulers wrap its `__func__`.
+        self._original, self._method = original, MethodType(method, owner)
+        setattr(owner, name, self._method)
 
     def close(self) -> None:
         """Puts the former method back; under a later wrapper, only passes calls on from now on."""

@@ -3,6 +3,9 @@
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.megatron.bucket_group import Handle
@@ -133,6 +136,20 @@ def test_other_wrappers_of_the_step_stay_whatever_is_closed_first() -> None:
         log.clear()
         optimizer.step()
         assert log == ["norm", "update", *["end True 1.0"] * ends]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_schedulers_of_torchs_may_come_before_and_after(comes_first: bool) -> None:
+    log, optimizer = [], SGD([torch.zeros(1, requires_grad=True)])
+    schedulers = [LambdaLR(optimizer, lambda _: 1.0)] if comes_first else []
+    watch = watched(optimizer, UnconfirmedSums(), log)
+    schedulers.append(LambdaLR(optimizer, lambda _: 1.0))
+    for _ in range(2):
+        optimizer.step()
+        schedulers[0].step()
+        watch.close()
+    assert log == ["end True None"]
 
 
 @pytest.mark.parametrize("kind", [PlainOptimizer, MegatronOptimizer])
