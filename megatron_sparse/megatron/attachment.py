@@ -27,7 +27,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import check
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.bucket_group import Handle, TimedHandle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
@@ -383,6 +383,13 @@ def attach(
     require_host_symbols("attach")
     config = check(SparseConfig.given("attach", config, overrides))
     chunks = list(model) if isinstance(model, Sequence) else [model]
+    if not 0 < len(chunks) == len(set(map(id, chunks))):
+        raise HostError(
+            "the model's chunks are none, or one of them comes twice",
+            expected="a DistributedDataParallel of Megatron's, or a list of different ones",
+            got=f"{len(chunks)} chunks, {len(set(map(id, chunks)))} different ones",
+            remedy="pass the list that Megatron's get_model returned",
+        )
     if optimizer is None:
         _check_needs_no_optimizer(chunks, config.parameters.method)
     elif not hasattr(optimizer, "step"):

@@ -96,8 +96,12 @@ def test_without_the_training_loop_attach_still_works_and_install_says_what_is_m
 def test_a_model_that_is_not_megatrons_ddp_is_refused():
     from megatron_sparse.megatron import attach
 
+    model = SimpleNamespace(config=None)
     with pytest.raises(HostError, match="cannot be attached to"):
-        attach(SimpleNamespace(config=None))
+        attach(model)
+    for chunks in ([], [model, model]):
+        with pytest.raises(HostError, match="none, or one of them comes twice"):
+            attach(chunks)
 
 
 @pytest.mark.parametrize(
