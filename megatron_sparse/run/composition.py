@@ -53,7 +53,9 @@ _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
 _AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
 _SETTING = re.compile(r"[~+]*(preset|compression|scheme|planner|straggler|experiment|plugin)\b")
-_FREE = re.compile(r"(megatron|cluster\.env)\.")
+_FREE = re.compile(r"(megatron|cluster\.env)[.=]")
+_NO_NAME = re.compile(r"null|true|false|\d+", re.IGNORECASE)
+"""Values that Hydra reads as no text; as a group's option they end it with a traceback."""
 
 
 def register_schema() -> None:
@@ -93,9 +95,27 @@ def _in_hydra_syntax(override: str) -> str:
     """One override as Hydra's parser takes it; the user writes neither `++` nor `@_global_`."""
     if _FREE.match(override):  # adds a key, such as megatron.manual_gc=true
         override = f"++{override}"
+    _check_names(override)
     # The values of a preset, an experiment, a cluster or a model belong at the root.
     override = _AT_ROOT.sub(r"\1@_global_=", override)
     return _scheme_override(override)
+
+
+def _check_names(override: str) -> None:
+    """Refuses values that cannot be the name of a group's option.
+
+    Raises:
+        ConfigError: lists the options.
+    """
+    group, _, value = override.partition("=")
+    for name in value.split(",") if group in GROUPS else ():
+        if _NO_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{group} has no option {name!r}",
+                expected=" | ".join(group_options(group)),
+                got=override,
+                remedy=f"choose one, or leave {group} out",
+            )
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:

@@ -213,6 +213,9 @@ def test_free_keys_need_no_plus():
     config = compose(["megatron.recompute_granularity=full", "cluster.env.NCCL_DEBUG=INFO"])
     assert config.megatron == {"recompute_granularity": "full"}
     assert config.cluster.env["NCCL_DEBUG"] == "INFO"
+    config = compose(["megatron={recompute_activations: true}", "cluster.env={NCCL_DEBUG: INFO}"])
+    assert config.megatron == {"recompute_activations": True}
+    assert config.cluster.env["NCCL_DEBUG"] == "INFO"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,8 @@ def test_free_keys_need_no_plus():
         ("+training.foo=1", ["'training.foo'"]),
         ("training.iterations=null", ["training.iterations"]),
         ("training=3", ["training"]),
+        ("compression=null", ["compression has no option 'null'", "topk99", "leave compression out"]),
+        ("preset=1", ["preset has no option '1'"]),
         ("scheme.name=ring", ["auto | dense"]),
         ("model.num_query_groups=3", ["model.num_query_groups does not divide"]),
         ("name='${nothing}'", ["nothing"]),
