@@ -7,6 +7,7 @@ not end the others, see `sweep`.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import itertools
@@ -124,8 +125,9 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
     parsed = sweep.parsed(with_values)
     _check_secrets(with_values)
-    check_each_run(parsed)
+    check_each_run(parsed, *_own_configs(overrides))
     folder = _sweep_folder(parsed)
+    quoted = str(folder).replace("'", "\\'")
     # A job of Slurm imports the package from the same place as this process.
     os.environ.update(package_path())
     swept = sweep.swept_keys(parsed)
@@ -134,7 +136,17 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
         """What Hydra calls with each combination."""
         _run_of_sweep(composed, command, swept)
 
-    _hydra(run, [*overrides, f"hydra.sweep.dir='{folder}'"])
+    try:
+        _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
+    except OSError as error:
+        if folder.is_dir():
+            raise
+        raise ConfigError(
+            "the sweep's folder cannot be made",
+            expected="a folder that can be made and written",
+            got=error,
+            remedy="choose another runs_dir, or free the disk",
+        ) from None
     if folder.is_dir():  # not after --cfg or --help
         sweep.check(folder)
 
@@ -222,11 +234,29 @@ def _check_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def check_each_run(overrides: Sequence[Override]) -> None:
+def _own_configs(arguments: Sequence[str]) -> tuple[str, str | None]:
+    """The values of Hydra's --config-name and --config-dir, or their defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", default=composition.CONFIG_NAME)
+    parser.add_argument("--config-dir", "-cd")
+    found, _ = parser.parse_known_args(arguments)
+    return found.config_name, found.config_dir
+
+
+def check_each_run(
+    overrides: Sequence[Override],
+    config_name: str = composition.CONFIG_NAME,
+    config_dir: str | None = None,
+) -> None:
     """Composes every run of a sweep, so that a wrong value is told before the first one trains.
 
+    Args:
+        overrides: of the sweep.
+        config_name: as Hydra's flag of this name.
+        config_dir: as Hydra's flag of this name.
+
     Raises:
-        ConfigError: values are refused.
+        ConfigError: values are refused, or two runs would have one folder.
     """
     choices: dict[str, list[str]] = {}
     """For each key, as `key=value`, what the runs set it to."""
@@ -247,9 +277,19 @@ def check_each_run(overrides: Sequence[Override]) -> None:
             values = [override.get_value_element_as_str()]
         choices[key] = [f"{key}={value}" for value in values]
     refused: dict[str, MegatronSparseError] = {}  # by text: many runs share a mistake
+    swept, folders = sweep.swept_keys(overrides), set[Path]()
     for run in itertools.product(*choices.values()):
         try:
-            composition.compose(run)
+            config = composition.compose(run, config_name, config_dir)
+            folder = Path(config.runs_dir, sweep.run_name(config.name, swept, run))
+            if folder in folders:
+                raise ConfigError(
+                    f"several runs of the sweep would have the folder {folder}",
+                    expected="a name of its own for each",
+                    got=" ".join(run),
+                    remedy="start them one by one, each with another name=",
+                )
+            folders.add(folder)
         except MegatronSparseError as error:
             refused.setdefault(str(error), error)
     raise_together("values of the sweep are refused", list(refused.values()))
