@@ -22,10 +22,8 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
@@ -323,7 +321,7 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
             # Our launcher's file has the name of the plugin's schema, but does not use it.
             warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
             application()
-    except (HydraException, OmegaConfBaseException) as error:
+    except composition.COMPOSITION_ERRORS as error:
         raise composition.config_error(error) from None
     except Exception as error:
         if not type(error).__module__.startswith("submitit."):

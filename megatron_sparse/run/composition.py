@@ -32,6 +32,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
     ValidationError,
 )
+from yaml import YAMLError
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
@@ -50,6 +51,8 @@ GROUPS = ("preset", "model", "compression", "scheme", "cluster", "data", "tracki
 SCHEME = "scheme"
 """The group whose options are the registered schemes; the others have a file for each option."""
 
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+"""What Hydra raises where files and overrides make no configuration."""
 _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
 _AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
@@ -171,7 +174,7 @@ def compose(
             if config_dir is not None:
                 _search(Path(config_dir))
             return from_hydra(hydra_compose(config_name, overrides=spelt))
-    except (HydraException, OmegaConfBaseException) as error:
+    except COMPOSITION_ERRORS as error:
         raise config_error(error) from None
 
 
@@ -190,7 +193,11 @@ def from_hydra(composed: DictConfig) -> RunConfig:
     Raises:
         ConfigError: a value is wrong.
     """
-    return from_mapping(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    try:
+        resolved = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise config_error(error) from None
+    return from_mapping(resolved)  # type: ignore[arg-type]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
@@ -265,7 +272,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turns an error of Hydra or OmegaConf into a typed one, by its class, or else by its text."""
+    """Turns one of `COMPOSITION_ERRORS` into a typed one, by its class, or else by its text."""
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error.missing_cfg_file, error.options or ())
@@ -300,7 +307,8 @@ def config_error(error: Exception) -> ConfigError:
     return ConfigError(
         "the configuration cannot be composed",
         expected=f"{CONFIG_NAME}.yaml with options of {', '.join(GROUPS)}",
-        got=_first_line(error),
+        # In one line: the first of Hydra's lines names the file, the next ones the key or place.
+        got=" ".join(str(error).split()),
         remedy="megatron-sparse train --help shows groups and options",
     )
 
@@ -366,9 +374,11 @@ def _wrong_type(error: ValidationError) -> ConfigError:
     """The error for a value of another type; of a percentage it says the fraction to write."""
     key = str(error.full_key or "")
     percent = re.search(r"'([\d.]+)%'", str(error))
+    keys = _keys(RunConfig)
+    outer = re.sub(r"[.\[][^.\[]*$", "", key)  # of an item of a list or mapping
     return ConfigError(
         f"{key or 'a section'} has the wrong type",
-        expected=_keys(RunConfig).get(key, "a section of keys"),
+        expected=keys.get(key) or keys.get(outer, "a section of keys"),
         got=_first_line(error),
         remedy=f"write {float(percent[1]) / 100:g}" if percent else None,
     )

@@ -235,6 +235,8 @@ def test_free_keys_need_no_plus():
         ("model.num_query_groups=3", ["model.num_query_groups does not divide"]),
         ("name='${nothing}'", ["nothing"]),
         ("a b", ["'a b'"]),
+        ("tracking.record_gradients_iters=[a]", ["iters[0] has the wrong type", "list[int]"]),
+        ("cluster.env.A=null", ["cluster.env.A has the wrong type", "dict[str, str]"]),
     ],
 )
 def test_mistakes_are_one_typed_error(override, words):
@@ -242,6 +244,22 @@ def test_mistakes_are_one_typed_error(override, words):
     text = refusal(compose, [override])
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: [", ["own.yaml", "line 1"]),
+        ("modle: {num_layers: 2}", ["model/own", "modle"]),
+        ("model: {num_layers: x}", ["model/own", "'x'", "model.num_layers"]),
+    ],
+)
+def test_mistakes_in_a_file_of_the_users_own_name_file_and_key(tmp_path, text, words):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/own.yaml").write_text(text)
+    error = refusal(compose, ["model=own"], config_dir=str(tmp_path))
+    for word in words:
+        assert word in error
 
 
 class TestFile:
