@@ -51,8 +51,8 @@ _MODES = {
 _FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--package", "-p"),
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
-    "--experimental-rerun",
 )
+"""Hydra's other flags, less --experimental-rerun, which unpickles a file."""
 _OTHER_RANK = "see the error of another rank"
 
 
@@ -159,6 +159,13 @@ def check_flags(arguments: Sequence[str]) -> None:
     for flag in flags:
         if flag not in (*_FLAGS, *_MODES):
             raise _no_flag(flag)
+    if "--resolve" in flags and not {"--cfg", "-c", "--help", "-h"} & set(flags):
+        raise ConfigError(
+            "--resolve goes with --cfg or --help",
+            expected="--cfg job --resolve",
+            got=" ".join(flags),
+            remedy="add --cfg job",
+        )
     modes = [flag for flag in flags if flag in _MODES]
     if len({_MODES[flag] for flag in modes}) > 1:
         raise ConfigError(

@@ -92,6 +92,8 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """
     flags = [text for text in overrides if not _is_override(text)]
     values = [text for text in overrides if _is_override(text)]
+    if flags and flags[-1] in ("--info", "-i"):
+        flags.append("all")  # the default, as which Hydra would take the first override
     return [*flags, *map(_in_hydra_syntax, values)]
 
 
@@ -125,12 +127,14 @@ def _check_names(override: str) -> None:
 def with_preset(arguments: Sequence[str]) -> list[str]:
     """The arguments of `train`, with `preset=auto` where none of them is about synchronisation.
 
+    With --hydra-help Hydra composes its own configuration, which has no presets.
+
     Example:
         >>> with_preset(["model=gpt_tiny"]), with_preset(["scheme=zen"])
         (['preset=auto', 'model=gpt_tiny'], ['scheme=zen'])
     """
     names_one = any(map(_SETTING.match, arguments))
-    return list(arguments) if names_one else ["preset=auto", *arguments]
+    return list(arguments) if names_one or "--hydra-help" in arguments else ["preset=auto", *arguments]
 
 
 def _is_override(text: str) -> bool:

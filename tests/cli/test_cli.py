@@ -12,7 +12,7 @@ from megatron_sparse.bench.codec.options import CodecSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
-from tests.commands import is_one_error, run
+from tests.commands import is_one_error, refused, run
 from tests.programs import output_of
 
 
@@ -101,6 +101,15 @@ class TestTrain:
         captured = capsys.readouterr()
         is_one_error(captured.err, "rank 3 is gone")
         assert "Error executing job" not in captured.err, "Hydra adds nothing"
+
+
+    @pytest.mark.parametrize("flag", ["--info", "--hydra-help"])
+    def test_flags_of_hydra_need_no_value(self, flag):
+        output_of([sys.executable, "-m", "megatron_sparse.cli.main", "train", flag])
+
+    @pytest.mark.parametrize("flag", ["--resolve", "--experimental-rerun"])
+    def test_flags_that_would_end_with_a_traceback_are_refused(self, flag, capsys):
+        refused(capsys, "train", flag)
 
 
 class TestOthers:
