@@ -8,6 +8,7 @@ its message goes to stderr, its exit code to the shell, and no traceback is prin
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; None takes those of the process.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal or locale without UTF-8 gets `?` for a bar or a frame, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
     try:
         app(None if arguments is None else list(arguments), prog_name="megatron-sparse")
     except MegatronSparseError as error:

@@ -1,11 +1,13 @@
 """`megatron-sparse view`: a run's folder as text, and following its lines."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_sparse.report import live_view
 from tests import commands
+from tests.programs import output_of, with_variables
 from tests.report_runs import make_run
 
 LAST, ASKED = 12, 20
@@ -38,6 +40,12 @@ def test_a_run_whose_configuration_is_lost(run, capsys):
     (run / "config.yaml").unlink()
     view(run, "--columns 80")
     assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("━ 12")
+
+
+def test_a_terminal_without_the_bars_characters(run):
+    command = [sys.executable, "-m", "megatron_sparse.cli.main", "view", run]
+    shown = output_of(command, env=with_variables(PYTHONIOENCODING="latin-1"))
+    assert "exposed" in shown
 
 
 class Writer:
