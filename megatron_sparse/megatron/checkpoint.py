@@ -11,6 +11,7 @@ Policies, each with a line in the log:
 - With another number of ranks, nodes or instances residuals are added up or spread, and their total
   is preserved; see `checkpoint_layout`.
 - Residuals move between buckets by parameter name.
+- Residuals of another precision, or of a loss divided otherwise, are converted to this run's unit.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size is an error.
 - The masters of `parameters.method=lossy` move by parameter name and position. If any is missing,
@@ -124,8 +125,9 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
     if attachment.trials is not None:
         attachment.trials.load_state_dict(saved.trials, saved.step)
     attachment.planner.load_state_dict(saved.planner)
-    attachment.unit.restore(saved.loss_scale, saved.gradient_factor)
-    attachment.follow_loss_scale()  # the optimizer's scale may be another than the saved one
+    unit_change = attachment.unit.restore(saved.loss_scale, saved.gradient_factor)
+    if unit_change is not None:
+        attachment.residuals.rescale(unit_change)
 
 
 def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:

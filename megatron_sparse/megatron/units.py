@@ -103,14 +103,28 @@ class ResidualUnit:
             The factor for the residuals; None if the loss scale has not changed.
         """
         old, self.loss_scale = self.loss_scale, self._read_loss_scale()
-        if not old or not self.loss_scale or old == self.loss_scale:
+        if old == self.loss_scale:
             return None
-        return self.loss_scale / old
+        return (self.loss_scale or 1.0) / (old or 1.0)
 
-    def restore(self, loss_scale: float | None, gradient_factor: float | None) -> None:
-        """Takes over the units of residuals from a checkpoint; None for unknown ones."""
-        self.gradient_factor = None if gradient_factor is None else torch.tensor(gradient_factor)
-        self.loss_scale = loss_scale or self._read_loss_scale()
+    def restore(self, loss_scale: float | None, gradient_factor: float | None) -> float | None:
+        """Takes over residuals from a checkpoint, whose run may have had other units.
+
+        Args:
+            loss_scale: of the saved residuals; None without loss scaling.
+            gradient_factor: the same for Megatron's factor.
+
+        Returns:
+            The factor for the residuals; None if they have this run's unit.
+        """
+        self.loss_scale = loss_scale
+        change = self.follow_loss_scale()
+        if self.per_token:
+            # Residuals of a run without a factor are in the gradient's own unit.
+            self.gradient_factor = torch.tensor(gradient_factor or 1.0)
+        elif gradient_factor is not None:
+            change = (change or 1.0) * gradient_factor
+        return change
 
     def of_gradient(self) -> float:
         """One residual unit in units of the gradient that Megatron's optimizer sees.

@@ -183,6 +183,32 @@ def test_with_compression_switched_off_the_residual_goes_with_the_next_step(rank
     assert "switched off" in "".join(said) or rank != 0
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"fp16": True}, {"bf16": True}),
+        ({"bf16": True}, {"fp16": True}),
+        ({"loss_per_token": True}, {}),
+        ({}, {"loss_per_token": True}),
+    ],
+)
+@on_ranks(1)
+def test_residuals_are_converted_to_the_unit_of_another_precision_or_loss(
+    rank, tmp_path, before, after
+):
+    with running(SmallGPTConfig(**before), **SPARSE) as run:
+        run.step()
+        expected = run.attachment.residual_norm()
+        save(run.attachment, tmp_path / "saved")
+    with loaded(tmp_path / "saved", running(SmallGPTConfig(**after), **SPARSE)) as (other, _):
+        assert expected > 0
+        assert other.attachment.residual_norm() == pytest.approx(expected, rel=1e-5)  # fp32
+        other.step()
+        assert other.attachment.grad_norm < 10 * expected, "of which residuals are a part"
+        # The unit of the next step is known after it: residuals are converted then at the latest.
+        assert other.attachment.residual_norm() > expected / 2
+
+
 def _load_modes(rank, folder):
     found = {}
     for mode in ("full", "sum"):
