@@ -108,7 +108,7 @@ class DDPState(HostState):
         super().__init__(checked, device, self._transport.group)
         self._group = group
         self._scaler = scaler
-        self._scale: float | None = None  # of the last pass's gradients
+        self._scale = 1.0  # of the last pass's gradients, and so of residuals
         self._has_looked_at_loop = False  # whether `optimizers_of_loop` was called
         self._knows_steps = False  # whether an optimizer of torch's updates the model
         self._is_unused = False  # whether no step has used the last synchronised pass
@@ -208,10 +208,15 @@ class DDPState(HostState):
                 self.residuals.go_on()  # gradients are accumulated over several passes
             else:
                 self._discard_unused()
-        if self._scaler is not None:
-            before, self._scale = self._scale, self._scaler.get_scale()
-            if before not in (None, self._scale):
-                self.residuals.rescale(self._scale / before)
+        self._follow_scale()
+
+    def _follow_scale(self) -> None:
+        """Converts residuals to the scaler's present scale, those too that no bucket holds yet."""
+        before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 1.0
+        if before != self._scale:
+            factor = self._scale / before
+            self.residuals.rescale(factor)
+            self._unplaced = {name: held * factor for name, held in self._unplaced.items()}
 
     def _discard_unused(self) -> None:
         """Puts the residual back: no step used the last pass. Warns once if that goes on."""
@@ -423,7 +428,9 @@ class DDPState(HostState):
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
         self.planner.load_state_dict(state.get("planner", {}))
-        self._scale = state.get("scale")
+        self._scale = state["scale"] or 1.0  # None: saved before the first pass
+        if self._scaler is None:  # else the first pass does it: the scaler may be loaded later
+            self._follow_scale()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_kept": self.state_dict()}

@@ -148,6 +148,26 @@ def _scaled(rank, world_size, finds_inf):
     return ddp.module.weight.detach().clone(), left
 
 
+def _loaded(rank, world_size, before, after):
+    """A residual saved under one scale; what a pass with another scaler sends and keeps of it."""
+    scaler = None if after is None else torch.amp.GradScaler("cpu", init_scale=after)
+    ddp, _, state = _hooked(scaler=scaler, **FIVE_PERCENT)
+    residual = torch.arange(1.0, SIDE * SIDE + 1)
+    held = {"scale": before, "residuals": {"weight": residual * (before or 1.0)}}
+    state.load_state_dict(state.state_dict() | held)
+    loss = ddp(torch.zeros(1, SIDE)).sum()
+    (scaler.scale(loss) if scaler else loss).backward()
+    sent, left = ddp.module.weight.grad.view(-1), state.residuals["bucket0"]
+    return residual, (sent + left) / (after or 1.0), left.any()
+
+
+@pytest.mark.parametrize(("before", "after"), [(8.0, 2.0), (8.0, None), (None, 8.0)])
+def test_a_loaded_residual_follows_another_scale(before, after):
+    ((residual, found, is_pruned),) = run_ranks(_loaded, 1, before, after)
+    assert torch.equal(found, residual)
+    assert is_pruned
+
+
 def _refused(rank, world_size):
     found = []
     for passes, options in ((USED, {"scale": 2.0}), (_with("discard"), {"undo": "never"})):
