@@ -69,9 +69,13 @@ class Cut:
         """Elements of all segments."""
         return self.elements.stop - self.elements.start
 
-    def capacity(self, value_dtype: str) -> int:
-        """The most bytes that records of these segments take."""
-        return message_capacity(self.own_offsets, WIRE_CODES[value_dtype])
+    def capacity(self, *value_dtypes: str) -> int:
+        """The most bytes that records of these segments take, in any of these dtypes.
+
+        The widest dtype may not be the largest: a Rice record of a few quantised values is longer
+        than they are in fp32.
+        """
+        return max(message_capacity(self.own_offsets, WIRE_CODES[name]) for name in value_dtypes)
 
 
 @lru_cache(CUTS)

@@ -97,7 +97,7 @@ def ring_reduce_scatter(
     n, place, ranks, message = group.world_size, group.rank, group.ranks, sums.message
     source = ranks[(place - 1) % n]
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
-    most = max(cut.capacity("fp32") for cut in cuts)
+    most = max(cut.capacity("fp32", message.value_dtype) for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
     # All of this rank's contribution: what arrives is added to it.
     for shard, records in enumerate(own):

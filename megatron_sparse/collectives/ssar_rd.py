@@ -44,7 +44,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     yield from exchange_sizes([], identity, exchange.transport)
     sums = SparseSum(exchange, message)
     own = message.buffer[: message.nbytes]
-    room = sums.take("received", whole.capacity("fp32"))
+    room = sums.take("received", whole.capacity("fp32", message.value_dtype))
     out = sums.take("encoded", whole.capacity("fp32"))
 
     if rank >= active:

@@ -37,12 +37,14 @@ TAKING = [
 OPS = list(CollectiveOp)
 
 
-def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, sum_bits=None):
+def run(
+    name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, sum_bits=None, numel=NUMEL
+):
     """Each rank's result, and what each has sent as fp32 [N]; conserves gradient + residual.
 
     With `sum_bits` also each rank's residual after the selection, and after the collective.
     """
-    numel, options = numel_for(n, NUMEL, op), replace(OPTIONS, sum_bits=sum_bits)
+    numel, options = numel_for(n, numel, op), replace(OPTIONS, sum_bits=sum_bits)
     sent, selected, after = {}, {}, {}
 
     def start(transport):
@@ -96,6 +98,14 @@ def test_sums_are_exact_over_what_was_sent(name, n, op, capacity):
         if capacity is not None:
             pruned = sum((values != 0).sum() for values in sent) / (n * len(exact))
             assert pruned <= capacity * DENSITY + 0.01
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_records_of_few_bits_may_be_longer_than_their_values_in_fp32(name):
+    for value_dtype in QUANTISED.values():
+        results, sent = run(name, 5, CollectiveOp.ALL_REDUCE, value_dtype, numel=7)
+        for result in results:
+            torch.testing.assert_close(result, sum(sent), rtol=0, atol=8 * 2**-20)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
