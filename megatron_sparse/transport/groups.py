@@ -17,11 +17,13 @@ import hashlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from megatron_sparse.errors import CommunicationError
 
 _Key = tuple[weakref.ref, tuple[int, ...], str, float]
 _free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
@@ -33,6 +35,9 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     """Lends a group of these global ranks to the caller alone: a free one, or a new one.
 
     Collective over `ranks`. Give it back by `return_group`.
+
+    Raises:
+        CommunicationError: not all of them have come within `timeout_s`.
     """
     # A group ends with the default group that existed when it was made. A weak reference tells that
     # default group from the next one, which may have the same address.
@@ -42,23 +47,48 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     if _free[key]:
         group = _free[key].pop()
     else:
-        with _named(ranks):
-            made = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=timeout_s),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc="megatron_sparse",
-            )
+        store = distributed_c10d._get_default_store()
+        with _named(ranks) as name:
+            store.set(f"{name}/{dist.get_rank()}", "here")
+            try:
+                made = dist.new_group(
+                    ranks,
+                    timeout=timedelta(seconds=timeout_s),
+                    backend=backend,
+                    use_local_synchronization=True,
+                    group_desc="megatron_sparse",
+                )
+            except RuntimeError as error:  # torch names a key of its store, and no rank
+                raise _not_made(store, name, ranks, timeout_s, error) from error
         assert isinstance(made, dist.ProcessGroup), "only members ask for a group"
         group = made
     _lent[group] = key
     return group
 
 
+def _not_made(
+    store: distributed_c10d.Store,
+    name: str,
+    ranks: list[int],
+    timeout_s: float,
+    cause: RuntimeError,
+) -> CommunicationError:
+    """The error of a group that was not made; it names the ranks that have not come."""
+    absent: list[int] = []
+    with suppress(RuntimeError):  # rank 0, which has the store, may have ended
+        absent = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
+    return CommunicationError(
+        "the ranks' own process group was not made",
+        expected=f"ranks {ranks} attach the plugin within scheme.timeout_s ({timeout_s:g} s)",
+        got=f"ranks {absent} have not come" if absent else str(cause).splitlines()[0],
+        remedy="look at the logs of the ranks that have not come, or of all; raise "
+        "scheme.timeout_s if they are only slow to start",
+    )
+
+
 @contextmanager
-def _named(ranks: list[int]) -> Iterator[None]:
-    """Gives `new_group` inside the `with` a name on which all members agree.
+def _named(ranks: list[int]) -> Iterator[str]:
+    """Gives `new_group` inside the `with` a name on which all members agree, and yields it.
 
     It has no parameter for one: torch's function that makes names is replaced meanwhile, and
     torch's count of groups is put back at the end.
@@ -70,7 +100,7 @@ def _named(ranks: list[int]) -> Iterator[None]:
     count = world.group_count
     distributed_c10d._hash_ranks_to_str = lambda _: name
     try:
-        yield
+        yield name
     finally:
         distributed_c10d._hash_ranks_to_str = original
         world.group_count = count

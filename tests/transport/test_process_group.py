@@ -6,10 +6,12 @@ Members of a group may be in other groups; returned groups are reused.
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from tests.ranks import on_ranks
@@ -59,6 +61,14 @@ def test_members_of_different_numbers_of_groups_connect_and_a_returned_group_is_
     assert _sum_of_ones(first) == _sum_of_ones(second) == 2.0
     return_group(first)
     assert borrow_group([0, 1], "gloo", 20.0) is first
+
+
+@on_ranks(3)
+def test_ranks_that_do_not_come_are_named(rank):
+    if rank == 1:
+        return
+    with pytest.raises(CommunicationError, match=r"got: +ranks \[1\] have not come"):
+        borrow_group([0, 1, 2], "gloo", 1.0)
 
 
 @on_ranks(2)
