@@ -297,6 +297,10 @@ class PeerLinks:
         if "progress" in message:
             heard = {int(rank): text for rank, text in message["progress"].items()}
             self.progress = {**self.progress, **heard}
+        if "bye" in message:
+            # No loss: its last messages may still be on their way. A rank that waits for more of
+            # them learns from this why none come.
+            self.progress = {**self.progress, link.rank: "its end: it has left the group"}
 
     def _end(self, link: _Link) -> None:
         """Handles a connection that broke without a goodbye."""

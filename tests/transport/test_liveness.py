@@ -8,6 +8,7 @@ import pytest
 
 from megatron_sparse.transport import peer_links
 from megatron_sparse.transport.liveness import PeerLiveness
+from megatron_sparse.transport.operation import Operation
 from megatron_sparse.transport.peer_links import PeerLinks, own_hosts
 from tests.waiting import DEADLINE_S, until
 
@@ -43,6 +44,9 @@ def test_a_rank_that_says_goodbye_is_not_lost(star):
     time.sleep(0.3)
     assert not star[0].lost
     assert not star[1].lost
+    failed = Operation("gather", PeerLiveness(star[1], [0, 1, 2], timeout_s=10), timeout_s=10)
+    assert "closed; rank 0" in str(error := failed.error(RuntimeError("connection closed")))
+    assert "rank 2 is at its end: it has left the group" in str(error), "not lost, but named"
 
 
 def test_a_failure_is_passed_on_and_names_the_rank_of_the_group(star):
