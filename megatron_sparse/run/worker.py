@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, launchers, preparation, resume
 from megatron_sparse.run.full_disk import naming_full_disk
 from megatron_sparse.run.interrupt import (
@@ -198,10 +198,21 @@ def _agree_on_folder(
 
     Rank 0 also decides the schedule, because the file that a resumed run keeps it in is being
     replaced. `held` gets the folder's lock.
+
+    Raises:
+        CommunicationError: rank 0 has ended, or is stopped.
     """
     if rank == 0:
         return _begin_for_all(config, command, store, held)
-    answer = store.get(_ANSWER).decode()
+    try:
+        answer = store.get(_ANSWER).decode()
+    except RuntimeError as error:
+        raise CommunicationError(
+            "rank 0 has not named the run's folder",
+            expected=f"its answer within {_MEETING_TIMEOUT.total_seconds():g} s",
+            got=str(error).strip().splitlines()[0],
+            remedy="look at what rank 0 printed: it has ended, or is stopped",
+        ) from None
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     if answer == _NOTHING_LEFT:

@@ -11,12 +11,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_sparse.errors import CheckpointError, ConfigError
+from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.megatron import checkpoint_fit, checkpoint_folder
 from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
 from megatron_sparse.run import interrupt, launch, preparation, resume, worker
@@ -84,6 +85,12 @@ class TestWhatIsLeft:
             given = [config] * 2, ["train"] * 2, [store] * 2, range(2), [ExitStack()] * 2
             ended = ranks.map(worker._agree_on_folder, *given, timeout=DEADLINE_S)
             assert list(ended) == [None, None]
+
+    def test_a_rank_0_that_does_not_answer_is_named(self, runs):
+        store = torch.distributed.HashStore()
+        store.set_timeout(timedelta(milliseconds=100))
+        with pytest.raises(CommunicationError, match="look at what rank 0 printed"):
+            worker._agree_on_folder(config_of(runs), "train", store, 1, ExitStack())
 
     def test_some_iterations(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
