@@ -153,8 +153,8 @@ class SparseConfig:
             raise ConfigError(
                 f"{to} got a config of another kind",
                 expected="a SparseConfig, or a preset's name",
-                got=repr(config),
-                remedy="write single options as keywords, such as density=0.1",
+                got=type(config).__name__,
+                remedy="give single options as keywords, a dict of them with ** before it",
             )
         if overrides:
             raise ConfigError(

@@ -114,6 +114,7 @@ class DDPState(HostState):
         self._is_unused = False  # whether no step has used the last synchronised pass
         self._unused_in_a_row = 0
         self._is_plain = False  # whether a `plain` block is open
+        self._is_closed = False
         self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._trained = [parameter for parameter in self._names if parameter.requires_grad]
@@ -245,10 +246,17 @@ class DDPState(HostState):
         Called by `ddp_hook`.
 
         Raises:
-            HostError: called outside a backward pass.
+            HostError: called outside a backward pass or after `close`, or for another model.
             MegatronSparseError: the bucket cannot be synchronised as configured.
         """
         self._check_attached()
+        if self._is_closed:
+            raise HostError(
+                "a backward pass came after DDPState.close()",
+                expected="close() after the last backward pass",
+                got="a closed state",
+                remedy="wrap the model in DDP again, with or without a new DDPState",
+            )
         if self._is_plain:
             return allreduce_hook(self._group, grad_bucket)
         is_first_of_pass = not self._in_flight
@@ -295,8 +303,23 @@ class DDPState(HostState):
             future.set_result(gradient if pending.result is None else pending.result)
 
         return self._row_reducer.start(
-            self._names[parameter], gradient, Reduction.AVG, self.step, complete
+            self._name_of(parameter), gradient, Reduction.AVG, self.step, complete
         )
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        """The parameter's name in the model that the state was made for.
+
+        Raises:
+            HostError: it is another model's.
+        """
+        if parameter not in self._names:
+            raise HostError(
+                "ddp_hook got a gradient of a model that the state was not made for",
+                expected="the parameters of the model that DDPState was given",
+                got=f"a parameter of shape {tuple(parameter.shape)} that is not among them",
+                remedy="make a DDPState for each DDP model, and register it with that model",
+            )
+        return self._names[parameter]
 
     def _await_at_end_of_backward(self) -> None:
         """Has autograd call `_finish_backward` at the end of this pass, where errors are raised.
@@ -343,7 +366,7 @@ class DDPState(HostState):
         """
         slices, start = [], 0
         for parameter in grad_bucket.parameters():
-            name, stop = self._names[parameter], start + parameter.numel()
+            name, stop = self._name_of(parameter), start + parameter.numel()
             slices.append(
                 self._filter.slice_of(name, start, stop, parameter.shape, replicated=False)
             )
@@ -455,6 +478,7 @@ class DDPState(HostState):
 
     def close(self) -> None:
         """Ends the thread and releases the process group; DDP cannot be used afterwards."""
+        self._is_closed = True
         self.progress.close()
         self._transport.close(broken=self.progress.broken)
 
@@ -468,7 +492,17 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
     Args:
         state: made for this model.
         bucket: whose gradients are final, not yet divided.
+
+    Raises:
+        HostError: `state` is not a `DDPState`.
     """
+    if not isinstance(state, DDPState):  # torch's own hooks take a process group, or None
+        raise HostError(
+            "ddp_hook was registered without a DDPState",
+            expected="register_comm_hook(DDPState(ddp), ddp_hook)",
+            got=type(state).__name__,
+            remedy="make a DDPState for the model, and register the hook with it",
+        )
     return state.launch(bucket)
 
 

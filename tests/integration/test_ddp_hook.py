@@ -266,6 +266,7 @@ REFUSED = {
     "compression.level=node does not go with plain DDP": {"level": "node"},
     "DDPState got both a config and single options": {"config": SparseConfig(), "density": 0.1},
     "preset is unknown": {"config": "saef"},
+    "DDPState got a config of another kind": {"config": {"density": 0.1}},
 }
 """The options that are refused, by the error."""
 
@@ -285,6 +286,13 @@ def _faults(rank, world_size):
     for dtype in (torch.float16, torch.float64):
         other = ddp_of(Linear().to(dtype))
         errors.append(_error(ConfigError, lambda o=other: megatron_sparse.DDPState(o)).what)
+    of_another = megatron_sparse.DDPState(ddp_of(), **PRUNED)
+    closed = megatron_sparse.DDPState(other := ddp_of(), **PRUNED)
+    closed.close()
+    for state, model in ((None, ddp_of()), (of_another, ddp_of()), (closed, other)):
+        model.register_comm_hook(state, megatron_sparse.ddp_hook)
+        loss = model(_inputs(rank, 0))
+        errors.append(_error(HostError, loss.backward).what)
     ddp, state = _ddp(Linear(), True, **PRUNED)
     ddp(_inputs(rank, 0)).backward()
     # As DDP's join() context would, with zeros.
@@ -298,15 +306,18 @@ def _faults(rank, world_size):
 
 def test_errors_are_typed_those_of_a_backward_pass_too():
     for rank, errors in enumerate(run_ranks(_faults, 2)):
-        assert errors[:11] == [
+        assert errors[:-1] == [
             *REFUSED,
             "this model was not wrapped by DDP",
             "float16 parameters do not go with plain DDP",
             "float64 parameters do not go with plain DDP",
+            "ddp_hook was registered without a DDPState",
+            "ddp_hook got a gradient of a model that the state was not made for",
+            "a backward pass came after DDPState.close()",
             "ddp_hook was called outside a backward pass",
         ]
-        assert f"rank {1 - rank} of the group is not in the same collective" in errors[11]
-        assert "bucket bucket0" in errors[11]
+        assert f"rank {1 - rank} of the group is not in the same collective" in errors[-1]
+        assert "bucket bucket0" in errors[-1]
 
 
 def _killed_peer(rank, world_size):
