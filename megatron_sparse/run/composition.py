@@ -134,7 +134,8 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
         (['preset=auto', 'model=gpt_tiny'], ['scheme=zen'])
     """
     names_one = any(map(_SETTING.match, arguments))
-    return list(arguments) if names_one or "--hydra-help" in arguments else ["preset=auto", *arguments]
+    stays = names_one or "--hydra-help" in arguments
+    return list(arguments) if stays else ["preset=auto", *arguments]
 
 
 def _is_override(text: str) -> bool:

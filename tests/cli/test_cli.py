@@ -102,7 +102,6 @@ class TestTrain:
         is_one_error(captured.err, "rank 3 is gone")
         assert "Error executing job" not in captured.err, "Hydra adds nothing"
 
-
     @pytest.mark.parametrize("flag", ["--info", "--hydra-help"])
     def test_flags_of_hydra_need_no_value(self, flag):
         output_of([sys.executable, "-m", "megatron_sparse.cli.main", "train", flag])

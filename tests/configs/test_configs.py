@@ -229,7 +229,10 @@ def test_free_keys_need_no_plus():
         ("+training.foo=1", ["'training.foo'"]),
         ("training.iterations=null", ["training.iterations"]),
         ("training=3", ["training"]),
-        ("compression=null", ["compression has no option 'null'", "topk99", "leave compression out"]),
+        (
+            "compression=null",
+            ["compression has no option 'null'", "topk99", "leave compression out"],
+        ),
         ("preset=1", ["preset has no option '1'"]),
         ("scheme.name=ring", ["auto | dense"]),
         ("model.num_query_groups=3", ["model.num_query_groups does not divide"]),
