@@ -65,7 +65,7 @@ def find(config: RunConfig) -> Start:
     """
     own = run_folder(config) / arguments.CHECKPOINTS
     warnings: tuple[str, ...] = ()
-    if config.resume != "never" and arguments.has_checkpoint(config, own):
+    if config.resume != "never":
         found = _find_own(config, own)
         if found.checkpoint is not None:
             return found
@@ -89,11 +89,13 @@ def _find_own(config: RunConfig, own: Path) -> Start:
     Its `checkpoint` is None if none is complete.
     """
     step = config.megatron.get("ckpt_step")
-    if step:
+    if step and arguments.has_checkpoint(config, own):
         return Start(int(step), _of_step(own, int(step)), own=True)
     best, repairs, warnings = Start(), {}, []
     for folder in arguments.checkpoint_folders(config, own):
-        if not (folder / TRACKER).is_file():
+        # A run that was killed in its first save may leave a checkpoint, complete or not, that no
+        # tracker names yet.
+        if not (folder / TRACKER).is_file() and not checkpoint_folder.saved_iterations(folder):
             continue
         choice = checkpoint_folder.choose(folder)
         if choice.damage:

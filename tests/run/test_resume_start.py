@@ -267,6 +267,14 @@ class TestPartial:
         start = start_of(runs, "resume=must")
         assert (start.iteration, start.repairs) == (2, {runs / "mine/checkpoints": 2})
 
+    def test_a_tracker_that_was_not_written_yet(self, runs):
+        folder = runs / "mine/checkpoints"
+        (folder / TRACKER).unlink()
+        for how in ("resume=auto", "resume=must"):
+            start = start_of(runs, how)
+            assert (start.iteration, start.repairs) == (2, {folder: 2})
+            assert f"{TRACKER} is missing or damaged; taken: 2" in start.warnings[0]
+
     def test_a_user_who_goes_back_is_obeyed(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
         assert choose(runs / "mine/checkpoints") == checkpoint_folder.ChosenCheckpoint(1, 1)
