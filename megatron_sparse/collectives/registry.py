@@ -161,7 +161,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
             f"scheme.name={scheme.name} has messages of its own format, with full values",
             expected="compression.value_bits=null",
             got=bits,
-            remedy="leave compression.value_bits out, or choose another scheme",
+            remedy="set compression.value_bits=null, or choose another scheme",
         )
     if chosen.sends_whole and scheme.wire_dtype is not None:
         raise ConfigError(

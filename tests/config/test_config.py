@@ -67,7 +67,7 @@ class TestPluginSections:
             ({"scheme": "zen", "format": "rice"}, ["scheme.name=zen", "scheme.format=auto"]),
             (
                 {"scheme": "omnireduce", "value_bits": 4},
-                ["scheme.name=omnireduce", "compression.value_bits=null"],
+                ["scheme.name=omnireduce", "set compression.value_bits=null"],
             ),
         ],
     )
