@@ -123,9 +123,19 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
 def of_sizes(
     sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
-    """The rows of fp32 buckets of these sizes in bytes, at one density, with no kept element."""
+    """The rows of fp32 buckets of these sizes in bytes, at one density, with no kept element.
+
+    Raises:
+        ConfigError: a bucket is smaller than one value.
+    """
     rows = []
     for nbytes in sizes:
+        if nbytes < 4:
+            raise ConfigError(
+                "plan: --bucket-bytes has a bucket without a value",
+                expected="at least 4 bytes, one fp32 value",
+                got=nbytes,
+            )
         shape = BucketShape(nbytes // 4, kept_numel=0, element_bytes=4, op=op, world_size=ranks)
         rows.append(pricing.row(f"{nbytes} B", shape, prior(shape, density), "assumed uniform"))
     return rows

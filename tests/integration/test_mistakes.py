@@ -194,6 +194,7 @@ MISTAKES = (
     Mistake("plan --bucket-bytes 1M --ranks 4", "needs a cluster"),
     Mistake("plan --bucket-bytes 1M --cluster perlmutter", "number of ranks"),
     Mistake("plan --bucket-bytes x --ranks 2 --cluster perlmutter", "not a size"),
+    Mistake("plan --bucket-bytes 3 --ranks 2 --cluster perlmutter", "at least 4 bytes"),
     Mistake("plan --bucket-bytes 1M --ranks 2 --cluster atlantis", "no cluster"),
     Mistake("plan --bucket-bytes 1M --ranks 2 --cluster perlmutter --value-bits 5", "--value-bits"),
     Mistake("plan runs/x --ranks 4", "needs a cluster"),
