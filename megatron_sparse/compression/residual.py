@@ -298,9 +298,10 @@ class ResidualStore:
         Raises:
             CheckpointError: a slice's size differs from the saved one.
         """
-        self._pending.clear()
-        self._emptied.clear()
         for bucket in buckets:
+            # Of these alone: plain DDP loads a bucket while others of its pass are under way.
+            self._pending.pop(bucket.name, None)
+            self._emptied.discard(bucket.name)
             pieces = [p for p in bucket.parameters if (p.name, p.offset) in saved]
             if not pieces:
                 self._residuals.pop(bucket.name, None)

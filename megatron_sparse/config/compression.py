@@ -67,7 +67,7 @@ class CompressionConfig(Checked):
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
             the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
-        residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
+        residual_dtype: fp32 or bf16 (stochastically rounded, half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode, plain DDP); `always`, `never`.
         warmup_iters: iterations at the start that synchronise densely; null takes 5 % of

@@ -40,8 +40,8 @@ class ClusterConfig(Checked):
         ranks_per_node: processes on each machine, one for each GPU.
         device: `cuda`, `cpu`, or `auto`: GPUs if each rank of a node has one, else CPU. The run
             prints its choice and keeps it in `config.yaml`.
-        env: environment variables of the ranks (NCCL_*, OMP_NUM_THREADS and the like; without the
-            latter a rank has one CPU thread). A variable that is already set in the environment of
+        env: environment variables of the ranks (NCCL_*, OMP_NUM_THREADS and the like). Without the
+            latter a rank has one CPU thread. A variable that is already set in the environment of
             the start command keeps its value.
         requeue: after `training.save_signal` has ended the run, ask Slurm to start the job again;
             with `resume=auto` the run then continues.

@@ -26,10 +26,11 @@ class SchemeConfig(Checked):
     """How the selected gradient is synchronised. Never changed once it is made: it is hashable.
 
     Attributes:
-        name: `auto` (with `planner.cluster` the scheme that is predicted to take the least time;
-            else `agsparse` or `direct`, whichever is predicted to send fewer bytes, or `dense`
-            where that would save less than 30 %), `dense` (the backend's own collective,
-            uncompressed), or another registered scheme; docs/collectives.md says what each costs.
+        name: `auto`, `dense` (the backend's own collective, uncompressed), or another registered
+            scheme; docs/collectives.md says what each costs. `auto` takes the scheme that is
+            predicted to take the least time if `planner.cluster` is given; else `agsparse` or
+            `direct`, whichever is predicted to send fewer bytes, or `dense` where that would save
+            less than 30 %.
         wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
             rounded stochastically and the rounding error goes to the residual.
         format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:

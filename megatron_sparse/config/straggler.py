@@ -15,10 +15,11 @@ class StragglerConfig(Checked):
     """How the other ranks treat a straggler, the rank that is ready last. See docs/stragglers.md.
 
     Attributes:
-        mode: which rank is skipped, if any: `off` (none; nothing is measured), `observe` (none,
-            but delays are measured), `pinned` (always `rank`, in every bucket; no extra messages,
-            bit-exact) or `persistent` (the rank that was last in most of the past steps, if
-            skipping it pays; decides from timing and needs scheme.deterministic=false).
+        mode: which rank is skipped, if any: `off`, `observe`, `pinned` or `persistent`. `off`:
+            none, and nothing is measured. `observe`: none, but delays are measured. `pinned`: always
+            `rank`, in every bucket; no extra messages, bit-exact. `persistent`: the rank that was
+            last in most of the past steps, if skipping it pays; decides from timing and needs
+            scheme.deterministic=false.
         rank: `pinned`: the rank, counted in the group that reduces gradients together; at
             `compression.level=node` in a lane, so it is the number of the node.
         min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's

@@ -105,7 +105,8 @@ class DDPState(HostState):
             liveness=scheme.watch_peers,
             nccl_engine=scheme.nccl_engine,
         )
-        super().__init__(checked, device, self._transport.group)
+        # Not the transport's group, to which the progress thread posts.
+        super().__init__(checked, device, group)
         self._group = group
         self._scaler = scaler
         self._scale = 1.0  # of the last pass's gradients, and so of residuals
@@ -280,6 +281,8 @@ class DDPState(HostState):
         if self._all_at_end:
             # In the first step of a static graph DDP calls the hook for all buckets at the end, and
             # waits for them holding the interpreter's lock, which the progress thread needs.
+            if pending.drive_rest is not None and not pending.done():
+                pending.drive_rest()  # there is no thread that completes the future
             future.wait()
         return future
 

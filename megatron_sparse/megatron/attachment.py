@@ -50,6 +50,7 @@ from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.memory import held
 from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.setting_trials import AUTO
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
 
@@ -391,7 +392,7 @@ def attach(
             remedy="pass the list that Megatron's get_model returned",
         )
     if optimizer is None:
-        _check_needs_no_optimizer(chunks, config.parameters.method)
+        _check_needs_no_optimizer(chunks, config)
     elif not hasattr(optimizer, "step"):
         raise ConfigError(
             "attach got an optimizer without step()",
@@ -411,12 +412,16 @@ def attach(
     return attachment
 
 
-def _check_needs_no_optimizer(chunks: list[Any], method: str) -> None:
+def _check_needs_no_optimizer(chunks: list[Any], config: SparseConfig) -> None:
     """Refuses what works only with the optimizer, for a caller of `attach` that has given none."""
+    method, density = config.parameters.method, config.compression.density
+    stages = [getattr(chunk.config, "pipeline_model_parallel_size", 1) for chunk in chunks]
     for what, needs_optimizer, remedy in (
         ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
         ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
         (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
+        # Without it steps are counted in the backward pass, where stages wait for one another.
+        ("density=auto with pipeline stages", max(stages) > 1 and density == AUTO, ""),
     ):
         if needs_optimizer:
             raise ConfigError(

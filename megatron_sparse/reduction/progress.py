@@ -121,16 +121,7 @@ class ProgressThread(Progress):
             self._wake_up()
         self._thread.join(CLOSING_S + CLOSING_SLACK_S)
         if self._thread.is_alive() and self._broken is None:
-            self._broken = self._unfinished()
-
-    def _unfinished(self) -> CommunicationError:
-        """The error of jobs that `close` did not wait for any longer."""
-        return CommunicationError(
-            "the reducer was closed while a bucket was under way",
-            expected="a sum before the end of the training loop",
-            got=f"an operation that has not ended {CLOSING_S:.0f} s after it",
-            remedy="look for an earlier error on this rank; detach between two steps",
-        )
+            self._broken = unfinished()
 
     @torch.no_grad()
     def _main(self) -> None:
@@ -150,7 +141,7 @@ class ProgressThread(Progress):
                 continue
             if closes_s is not None and time.perf_counter() > closes_s:
                 oldest = self._running[0]  # there is one, or this would have returned
-                self._fail(oldest, self._unfinished())
+                self._fail(oldest, unfinished())
                 continue
             with self._wake:
                 if not self._is_awake:
@@ -170,7 +161,12 @@ class ProgressThread(Progress):
         """
         gate_is_open = True
         for pending in self._running:
-            if pending.can_move(gate_is_open=gate_is_open):
+            try:
+                can_move = pending.can_move(gate_is_open=gate_is_open)
+            except BaseException as error:  # of a device that has failed
+                self._fail(pending, error)
+                return True
+            if can_move:
                 self._step(pending)
                 return True
             gate_is_open = gate_is_open and not pending.may_post
@@ -203,6 +199,7 @@ class InOrderProgress(Progress):
     """
 
     _closed = False
+    _last: Pending | None = None
 
     def submit[T](self, pending: Pending[T]) -> Pending[T]:
         """Launches all of the job's device work; see `Progress`. Errors are raised by the waits."""
@@ -210,13 +207,26 @@ class InOrderProgress(Progress):
         if self._broken is not None or self._closed:
             pending.end(refusal(pending, self._broken))
             return pending
+        self._last = pending
         pending.drive_rest = lambda: self._drive(pending, to_the_end=True)
         self._drive(pending, to_the_end=False)
         return pending
 
     def close(self) -> None:
-        """See `Progress`. Every job has been driven to where it waits for its reports alone."""
+        """See `Progress`. Work that the device has not ended gets `CLOSING_S`."""
         self._closed = True
+        last = self._last
+        if self._broken is not None or last is None or last.done() or last.finish_event is None:
+            return
+        ends_s = time.perf_counter() + CLOSING_S
+        try:
+            while not last.finish_event.query():
+                if time.perf_counter() > ends_s:
+                    raise unfinished()
+                time.sleep(POLL_S)
+        except Exception as error:  # peers that never come, or a device that has failed
+            announce(last, error)
+            self._broken = error
 
     @torch.no_grad()
     def _drive(self, pending: Pending, *, to_the_end: bool) -> None:
@@ -269,6 +279,16 @@ def announce(failed: Pending, error: BaseException) -> None:
     if isinstance(error, CommunicationError | WireFormatError):
         error.args = (f"bucket {failed.name}: {error}",)
     announce_failure(error)
+
+
+def unfinished() -> CommunicationError:
+    """The error of jobs that `close` did not wait for any longer."""
+    return CommunicationError(
+        "the reducer was closed while a bucket was under way",
+        expected="a sum before the end of the training loop",
+        got=f"an operation that has not ended {CLOSING_S:.0f} s after it",
+        remedy="look for an earlier error on this rank; detach between two steps",
+    )
 
 
 def refusal(pending: Pending, broken: BaseException | None) -> MegatronSparseError:

@@ -160,7 +160,8 @@ class StoreArrivalCounter:
                 self._look_for_the_last(arrival)
         except RuntimeError as error:  # the store is gone
             operation = self._operation(f"the arrival of all ranks at bucket {arrival.bucket}")
-            arrival.waited.set_exception(operation.error(error))
+            if not arrival.waited.done():  # else only old keys were to be deleted
+                arrival.waited.set_exception(operation.error(error))
 
     def _count(self, arrival: _Arrival) -> None:
         """Adds this rank to the arrival's counter.

@@ -114,7 +114,10 @@ class PeerLiveness:
                 return
             _users -= 1
             if _users == 0:
-                self._links.close(goodbye=not broken)
+                # In the `finally` of a rank that fails no goodbye either: peers may wait for it.
+                error = sys.exception()
+                ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
+                self._links.close(goodbye=ends_well and not broken)
                 _links = None
 
     def _name(self, rank: int) -> str:

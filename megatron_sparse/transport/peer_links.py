@@ -185,8 +185,9 @@ class PeerLinks:
                 answers = link.receive()
             if answers[0].get("welcome") != rank:
                 raise OSError("another process listens there")
-            for message in answers[1:]:
-                self._take(link, message)
+            with self._lock:
+                for message in answers[1:]:
+                    self._take(link, message)
         except BaseException:
             connected.close()
             raise

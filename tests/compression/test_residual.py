@@ -124,6 +124,17 @@ def test_loading_replaces_residuals_and_pending_selections():
     assert not store.begin(bucket).any()
 
 
+def test_loading_a_bucket_leaves_the_pending_selections_of_others():
+    """As in plain DDP, which places residuals in its new buckets one by one."""
+    store, first, second = _store(), _bucket("first"), _bucket("second", prefix="v")
+    store.begin(first).fill_(1.0)
+    store.commit()
+    store.begin(first).fill_(2.0)
+    store.load([second], {})
+    store.rollback()
+    assert (store["first"] == 1.0).all()
+
+
 def test_rescale_and_norm():
     store, bucket = _store(), _bucket(sizes=(4,), padding=0)
     store.begin(bucket).fill_(3.0)

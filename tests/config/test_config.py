@@ -304,7 +304,10 @@ def test_every_attribute_is_described(name):
     section = SECTIONS[name]
     assert described.summary(section).endswith(".")
     fields = [field.name for field in dataclasses.fields(section)]
-    assert sorted(described.attributes(section)) == sorted(fields)
+    found = described.attributes(section)
+    assert sorted(found) == sorted(fields)
+    for line in map(described.first_sentence, found.values()):
+        assert line.rfind("(") <= line.rfind(")"), "cut inside brackets"
 
 
 @pytest.mark.parametrize(

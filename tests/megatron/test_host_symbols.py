@@ -110,6 +110,11 @@ def test_a_model_that_is_not_megatrons_ddp_is_refused():
         ({"fp16": True}, {}, "fp16 training"),
         ({"calculate_per_token_loss": True}, {}, "a loss per token"),
         ({}, {"parameters": ParametersConfig("exact")}, "parameters.method=exact"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            {"config": "auto"},
+            "density=auto with pipeline stages",
+        ),
     ],
 )
 def test_what_needs_the_optimizer_is_refused_without_it(setting, options, words):

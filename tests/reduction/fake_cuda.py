@@ -33,6 +33,10 @@ class Event:
     """An event; named after the stream and the number of its record there."""
 
     cuda: FakeCuda
+    has_ended = True
+
+    def query(self) -> bool:
+        return self.has_ended
 
     def __init__(self, **options: bool) -> None:
         self.name = "unrecorded"

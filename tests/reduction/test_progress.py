@@ -139,6 +139,16 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
     assert "c select" not in log
 
 
+def test_an_error_of_a_work_that_is_asked_whether_it_is_ready_ends_the_job(progress):
+    """As of an event on a device that has failed."""
+    work = ManualWork()
+    work.ready = lambda: [][0]
+    failing = submit(progress, "a", _job("a", [], [work]))
+    with pytest.raises(IndexError):
+        failing.wait()
+    assert progress.broken
+
+
 def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
     monkeypatch.setattr("megatron_sparse.reduction.job.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)

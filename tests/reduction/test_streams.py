@@ -21,7 +21,7 @@ from megatron_sparse.reduction.progress import (
     progress_on,
 )
 from megatron_sparse.reduction.reducer import MessageTurns
-from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
+from tests.reduction.fake_cuda import DEVICE, Driver, Event, FakeCuda, StreamWork, drivers
 from tests.reduction.test_progress import ManualWork, submit
 
 
@@ -194,6 +194,20 @@ def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda, progress:
     progress.close()
     with pytest.raises(CommunicationError, match="an earlier failure"):
         submit(progress, "b", bucket(cuda, "b")).wait()
+
+
+def test_closing_beside_work_that_never_ends_breaks_the_group(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that is not broken is destroyed, which waits for its work."""
+    monkeypatch.setattr("megatron_sparse.reduction.progress.CLOSING_S", 0.1)
+    for has_ended in (True, False):
+        cuda.made = 0
+        monkeypatch.setattr(Event, "has_ended", has_ended)
+        progress = InOrderProgress(DEVICE, 30)
+        submit(progress, "a", bucket(cuda, "a", ManualWork()))
+        progress.close()
+        assert progress.broken is not has_ended
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 import json
 import socket
 import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from megatron_sparse.transport import peer_links
+from megatron_sparse.transport import liveness, peer_links
 from megatron_sparse.transport.liveness import PeerLiveness
 from megatron_sparse.transport.operation import Operation
 from megatron_sparse.transport.peer_links import PeerLinks, own_hosts
@@ -47,6 +50,24 @@ def test_a_rank_that_says_goodbye_is_not_lost(star):
     failed = Operation("gather", PeerLiveness(star[1], [0, 1, 2], timeout_s=10), timeout_s=10)
     assert "closed; rank 0" in str(error := failed.error(RuntimeError("connection closed")))
     assert "rank 2 is at its end: it has left the group" in str(error), "not lost, but named"
+
+
+@pytest.mark.parametrize(
+    ("error", "says_goodbye"), [(None, True), (SystemExit(0), True), (ValueError(), False)]
+)
+def test_a_rank_that_closes_because_it_fails_says_no_goodbye(monkeypatch, error, says_goodbye):
+    said = []
+    links = SimpleNamespace(rank=0, close=lambda *, goodbye: said.append(goodbye))
+    monkeypatch.setattr(liveness, "_links", links)
+    monkeypatch.setattr(liveness, "_users", 1)
+    peers = PeerLiveness(cast(Any, links), [0, 1], timeout_s=10)
+    with suppress(SystemExit, ValueError):
+        try:
+            if error is not None:
+                raise error
+        finally:
+            peers.close()
+    assert said == [says_goodbye]
 
 
 def test_a_failure_is_passed_on_and_names_the_rank_of_the_group(star):
