@@ -16,10 +16,10 @@ class StragglerConfig(Checked):
 
     Attributes:
         mode: which rank is skipped, if any: `off`, `observe`, `pinned` or `persistent`. `off`:
-            none, and nothing is measured. `observe`: none, but delays are measured. `pinned`: always
-            `rank`, in every bucket; no extra messages, bit-exact. `persistent`: the rank that was
-            last in most of the past steps, if skipping it pays; decides from timing and needs
-            scheme.deterministic=false.
+            none, and nothing is measured. `observe`: none, but delays are measured. `pinned`:
+            always `rank`, in every bucket; no extra messages, bit-exact. `persistent`: the rank
+            that was last in most of the past steps, if skipping it pays; decides from timing and
+            needs scheme.deterministic=false.
         rank: `pinned`: the rank, counted in the group that reduces gradients together; at
             `compression.level=node` in a lane, so it is the number of the node.
         min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's

@@ -307,7 +307,7 @@ def test_every_attribute_is_described(name):
     found = described.attributes(section)
     assert sorted(found) == sorted(fields)
     for line in map(described.first_sentence, found.values()):
-        assert line.rfind("(") <= line.rfind(")"), "cut inside brackets"
+        assert len(re.findall(r"[(\[]", line)) == len(re.findall(r"[)\]]", line)), "cut in brackets"
 
 
 @pytest.mark.parametrize(
