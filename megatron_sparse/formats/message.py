@@ -316,6 +316,13 @@ def prune_encode(
     slots_S = None if slots is None else slots.offsets  # None: records back to back
     if not is_compiled(grad_N.device):
         _needs_kernels(slots_S, checksum=spec.checksum)
+        if spec.record_format == FORMAT_RICE:
+            raise ConfigError(
+                "few bits, and scheme.format=rice, need the compiled codec",
+                expected="the extension's part for this device",
+                got="torch operations",
+                remedy="build it, or set compression.value_bits=null scheme.sum_bits=null",
+            )
         ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)

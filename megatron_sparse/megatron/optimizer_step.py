@@ -124,6 +124,8 @@ class WatchedOptimizer:
             success, grad_norm = True, None
             if isinstance(result, tuple):  # Megatron's: (success, grad_norm, num_zeros)
                 success, grad_norm = bool(result[0]), result[1]
+                if grad_norm is not None:  # with Transformer Engine a tensor on the GPU
+                    grad_norm = float(grad_norm)
             end(success, grad_norm)
             return result
 

@@ -94,8 +94,9 @@ class ParameterGathers:
             ConfigError: `parameters.method=exact` or `lossy` cannot work here.
             CommunicationError: ranks have different settings.
         """
-        method = config.parameters.method
-        reasons = _reasons_for_raw(groups, method, optimizer)
+        method, chunks = config.parameters.method, list(chunks)
+        clips = any(getattr(getattr(chunk, "config", None), "qk_clip", False) for chunk in chunks)
+        reasons = _reasons_for_raw(groups, method, optimizer, clips=clips)
         choosers: dict[int, GatherChooser] = {}  # by `id` of Megatron's process group
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
@@ -234,6 +235,7 @@ def _parameter_buffers(group: GroupBuckets) -> Iterator[tuple[Bucket, torch.Tens
 
 NOT_SHARDED = "without the distributed optimizer"
 ALONE = "on one data-parallel rank"
+QK_CLIP = "--qk-clip changes parameters on every rank behind the gather"
 SILENT = (None, NOT_SHARDED, ALONE)
 """Reasons that need no line in the log: there is nothing to compress."""
 
@@ -256,14 +258,16 @@ def why_raw(group: GroupBuckets) -> str | None:
 
 
 def _reasons_for_raw(
-    groups: Sequence[GroupBuckets], method: str, optimizer: Any
+    groups: Sequence[GroupBuckets], method: str, optimizer: Any, *, clips: bool
 ) -> list[str | None]:
     """For each group why it stays raw, or None if it can be compressed. Collective if lossy.
+
+    `clips` says whether Megatron clips the weights of queries and keys.
 
     Raises:
         ConfigError: the method cannot work here.
     """
-    reasons = [why_raw(group) for group in groups]
+    reasons = [why_raw(group) or (QK_CLIP if clips else None) for group in groups]
     if method == LOSSY:
         _refuse_if_any(method, [_on_gpu(group) for group in groups])
     if method in COMPRESSED:

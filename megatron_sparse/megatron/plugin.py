@@ -143,7 +143,7 @@ class Plugin:
             self.config.tracking,
             is_writer=_is_writer(),
             sinks=sinks,
-            resolved_config=self._resolved_config,
+            resolved_config=self._resolved_config or dataclasses.asdict(self.config),
             iterations=_arguments().train_iters,
             # A configuration comes from `megatron-sparse train`, which has locked the folder.
             locks=self._resolved_config is None,

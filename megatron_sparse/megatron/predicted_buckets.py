@@ -203,9 +203,11 @@ def _bucket_numel(config: RunConfig) -> float:
 def _gradient_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of Megatron's gradient buffers: fp32, unless flags ask for the model's own."""
     precision, flags = config.training.precision, config.megatron
-    if precision == "bf16" and flags.get("grad_reduce_in_bf16"):
+    in_fp32 = flags.get("accumulate_allreduce_grads_in_fp32")
+    narrow = flags.get("main_grads_dtype", "fp32") != "fp32" and not in_fp32
+    if precision == "bf16" and (narrow or flags.get("grad_reduce_in_bf16")):
         return torch.bfloat16
-    if precision == "fp16" and not flags.get("accumulate_allreduce_grads_in_fp32"):
+    if precision == "fp16" and not in_fp32:
         return torch.float16
     return torch.float32
 

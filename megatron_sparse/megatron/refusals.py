@@ -26,6 +26,7 @@ class Refusal:
         reason: continues the setting's name.
         expected: what to use in its place.
         allowed: the largest value of `attribute` that leaves the setting off.
+        only: the one value that is refused, where others are not.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Refusal:
     reason: str
     expected: str
     allowed: int = 0
+    only: str | None = None
 
     @property
     def flag(self) -> str:
@@ -42,7 +44,13 @@ class Refusal:
     def found_in(self, owner: Any) -> object:
         """The value of the attribute if it turns the setting on, else None."""
         value = getattr(owner, self.attribute, None)
-        return value if int(value or 0) > self.allowed else None
+        return value if self.is_on(value) else None
+
+    def is_on(self, value: Any) -> bool:
+        """Whether this value turns the setting on."""
+        if self.only is not None:
+            return bool(value == self.only)
+        return int(value or 0) > self.allowed
 
 
 _WRAP = "Megatron's DistributedDataParallel; --use-distributed-optimizer shards the optimizer"
@@ -76,6 +84,19 @@ REFUSALS = (
         "reuse_grad_buf_for_mxfp8_param_ag",
         "lends gradient buffers to the all-gather of parameters",
         _GATHER,
+    ),
+    Refusal(
+        "optimizer_cuda_graph",
+        "optimizer_cuda_graph",
+        "replays the optimizer's step without the plugin, which must see each step's outcome",
+        "steps that are launched anew",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        "cuda_graph_impl",
+        "full_iteration replays the exchange of one step in all later ones",
+        "--cuda-graph-impl local or transformer_engine",
+        only="full_iteration",
     ),
     Refusal(
         "inprocess_restart",
@@ -142,11 +163,12 @@ def section_errors(section: Mapping[str, Any]) -> list[ConfigError]:
         ConfigError(
             f"megatron.{refusal.key} {refusal.reason}",
             expected=refusal.expected,
-            got=f"megatron.{refusal.key}={section[refusal.key]}",
+            got=f"megatron.{key}={value}",
             remedy="leave the key out, or train without the plugin: plugin=false",
         )
         for refusal in REFUSALS
-        if section.get(refusal.key)
+        for key, value in section.items()
+        if key.replace("-", "_") == refusal.key and refusal.is_on(value)
     ]
 
 

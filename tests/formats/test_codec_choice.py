@@ -135,6 +135,8 @@ def test_both_codecs_make_the_same_message(monkeypatch, wire):
     assert_same(messages("cpu", wire=wire), expected)
     with pytest.raises(ExtensionError, match="torch operations do not write"):
         messages("cpu", form="pici")
+    with pytest.raises(ConfigError, match="need the compiled codec"):
+        messages("cpu", form="rice", wire="q4")
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The scripts in examples/ run as they are."""
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -79,7 +80,8 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     preset = 'install("safe", '
     assert preset in text
     # In few bits the warm-up would round.
-    with_lines.write_text(text.replace(preset, f"{preset}value_bits=None, sum_bits=None, "))
+    options = f"value_bits=None, sum_bits=None, run_dir={str(tmp_path / 'run')!r}, "
+    with_lines.write_text(text.replace(preset, preset + options))
     without.write_text("".join(kept))
     # Two lines and their import; no other line of the script mentions the plugin.
     assert len(text.splitlines()) - len(kept) == 3
@@ -91,6 +93,7 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     assert "iteration        4/       4" in output
     assert "comm/wire_ratio" in output
     assert "warmup" in output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["target_density"] == 0.22
     plain = forked(tmp_path, without, *flags())
     assert "comm/wire_ratio" not in plain
     assert losses(output) == losses(plain)

@@ -63,11 +63,18 @@ def test_the_table_and_the_tests_have_the_same_layouts():
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
 def test_a_setting_is_refused_before_a_rank_starts(refusal):
-    overrides = ["model=gpt_tiny", "data=mock", f"megatron.{refusal.key}=2"]
-    with pytest.raises(ConfigError, match=rf"megatron\.{refusal.key}=2") as caught:
-        preparation.preflight(composition.compose(overrides))
-    assert "plugin=false" in str(caught.value)
-    preparation.preflight(composition.compose([*overrides, "plugin=false"]))
+    value = refusal.only or 2
+    for key in (refusal.key, refusal.key.replace("_", "-")):
+        overrides = ["model=gpt_tiny", "data=mock", f"megatron.{key}={value}"]
+        with pytest.raises(ConfigError, match=rf"megatron\.{key}={value}") as caught:
+            preparation.preflight(composition.compose(overrides))
+        assert "plugin=false" in str(caught.value)
+        preparation.preflight(composition.compose([*overrides, "plugin=false"]))
+
+
+def test_harmless_values_are_not_refused():
+    harmless = {"tensor_parallel_num_weight_shards": 1, "cuda_graph_impl": "local"}
+    assert refusals.section_errors(harmless | {"use_nccl_ub": False}) == []
 
 
 def test_every_setting_is_a_flag_of_this_megatron():
@@ -81,7 +88,7 @@ def test_install_refuses_a_setting_that_megatron_has_parsed(monkeypatch, refusal
     """Also before Megatron builds a model, for scripts that install before it parses."""
     from megatron.training import global_vars, training
 
-    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
+    parsed = SimpleNamespace(**{refusal.attribute: refusal.only or refusal.allowed + 1})
     with monkeypatch.context() as patch:
         patch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
         with pytest.raises(ConfigError, match=refusal.flag):
@@ -167,7 +174,10 @@ def test_a_setting_that_is_off_is_not_refused():
     assert refusals.section_errors({each.key: False for each in REFUSALS}) == []
 
 
-OF_THE_PROCESS = ("use_torch_fsdp2", "inprocess_restart", "dist_ckpt_optim_fully_reshardable")
+OF_THE_PROCESS = (
+    *("use_torch_fsdp2", "inprocess_restart", "dist_ckpt_optim_fully_reshardable"),
+    "optimizer_cuda_graph",
+)
 """Settings that no configuration of a model holds; the class shows the first."""
 
 
@@ -184,7 +194,7 @@ def test_attach_refuses_a_model_with_a_setting(refusal):
     check_supported(chunk)
     owner = ddp_config if hasattr(ddp_config, refusal.attribute) else config
     assert hasattr(owner, refusal.attribute)
-    setattr(owner, refusal.attribute, refusal.allowed + 1)
+    setattr(owner, refusal.attribute, refusal.only or refusal.allowed + 1)
     with pytest.raises(HostError, match=refusal.flag):
         check_supported(chunk)
 

@@ -56,11 +56,17 @@ def lone_rank(monkeypatch):
     monkeypatch.setattr(parameter_gathers.dist, "get_rank", lambda: 0)
 
 
-def plan(groups: list[GroupBuckets], method: str) -> ParameterGathers:
+def plan(groups: list[GroupBuckets], method: str, *chunks: Any) -> ParameterGathers:
     gathers = ParameterGathers(NullSink())
     config = SparseConfig(parameters=ParametersConfig(method))
-    gathers.plan(groups, config, cast(Any, None), cast(Any, None), [], None)
+    gathers.plan(groups, config, cast(Any, None), cast(Any, None), chunks, None)
     return gathers
+
+
+def test_where_megatron_clips_weights_behind_the_gather_it_stays_raw():
+    chunk = SimpleNamespace(config=SimpleNamespace(qk_clip=True))
+    with pytest.raises(ConfigError, match="--qk-clip changes parameters"):
+        plan([group()], "exact", chunk)
 
 
 @pytest.mark.parametrize(("able", "reason"), [*REASONS, (group(), None), (group(ON_GPU), None)])
