@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_sparse.wire import RICE_BITS
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
+_isa = ""  # the chosen instruction set; the best one without a name
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -46,9 +48,19 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
         raise ExtensionError(parts[0], expected=parts[1], got=parts[2]) from error
 
 
-@cache
 def overload(name: str) -> Callable[..., Any]:
-    """The op itself. This skips torch's look-up, which costs as much as calling a small op."""
+    """The op itself, with the instruction set that MEGATRON_SPARSE_ISA names by now."""
+    global _isa
+    wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
+    if wanted != _isa:
+        refusing(_loaded("choose_isa"), wanted)
+        _isa = wanted
+    return _loaded(name)
+
+
+@cache
+def _loaded(name: str) -> Callable[..., Any]:
+    """An op. This skips torch's look-up, which costs as much as calling a small op."""
     load()
     return getattr(torch.ops.megatron_sparse, name).default
 

@@ -20,13 +20,14 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -240,7 +241,9 @@ def locked(out: Path) -> Iterator[None]:
             remedy="run python -m megatron_sparse.cuda_ext.build once as the folder's owner",
         ) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        # On a file system without locks each process builds: `install` puts whole files in place.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -292,14 +295,28 @@ def run(command: Sequence[object], verbose: bool) -> str:
 
 
 def install(linked: Path, target: Path, stamp: dict[str, str]) -> None:
-    """Puts library and stamp in place, each in one step: other processes may be loading them."""
-    # Written beside the target, and then renamed.
-    new_library = target.with_name(f".{target.name}.new")
-    new_stamp = target.with_name(f".{target.name}.stamp.new")
-    shutil.copy(linked, new_library)
-    new_stamp.write_text(json.dumps(stamp))
-    os.replace(new_library, target)
-    os.replace(new_stamp, target.with_name(f"{target.name}.stamp"))
+    """Puts library and stamp in place, each in one step: other processes may be loading them.
+
+    Raises:
+        ExtensionError: their folder has no room.
+    """
+    # Written beside the target, under this process's own names, and then renamed.
+    own = f"{socket.gethostname()}.{os.getpid()}.new"
+    new_library = target.with_name(f".{target.name}.{own}")
+    new_stamp = target.with_name(f".{target.name}.stamp.{own}")
+    try:
+        shutil.copy(linked, new_library)
+        new_stamp.write_text(json.dumps(stamp))
+        os.replace(new_library, target)
+        os.replace(new_stamp, target.with_name(f"{target.name}.stamp"))
+    except OSError as error:
+        new_library.unlink(missing_ok=True)
+        new_stamp.unlink(missing_ok=True)
+        raise ExtensionError(
+            "the native library cannot be put in place",
+            expected=f"room in {target.parent}",
+            got=error,
+        ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

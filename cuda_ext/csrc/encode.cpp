@@ -23,8 +23,9 @@ void* kept_scratch(int64_t bytes) {
   static thread_local int64_t room_bytes = 0;
   if (bytes > room_bytes) {
     room.reset();
+    room_bytes = 0;  // stays so if there is no memory
+    room.reset(new uint64_t[(bytes + 7) / 8]);
     room_bytes = (bytes + 7) / 8 * 8;
-    room.reset(new uint64_t[room_bytes / 8]);
   }
   return room.get();
 }

@@ -1,6 +1,6 @@
 #include "isa.h"
 
-#include <cstdlib>
+#include <atomic>
 #include <string>
 
 #include "check.h"
@@ -25,6 +25,21 @@ bool has_avx512() {
 #endif
 }
 
+// The kernels of an instruction set; of the best one for an empty name.
+const Kernels& kernels_named(const std::string& name) {
+  static const bool avx2 = has_avx2(), avx512 = has_avx512();
+  const bool best = name.empty();
+#ifdef MS_X86
+  if (avx512 && (best || name == "avx512")) return kernels_avx512();
+  if (avx2 && (best || name == "avx2")) return kernels_avx2();
+#endif
+  MS_CHECK(best || name == "portable",
+           "MEGATRON_SPARSE_ISA names no instruction set of this machine", supported_isas(), name);
+  return kernels_portable();
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
 }  // namespace
 
 std::string supported_isas() {
@@ -34,18 +49,13 @@ std::string supported_isas() {
   return names;
 }
 
+void choose_isa(std::string name) {
+  chosen = &kernels_named(name);
+}
+
 const Kernels& kernels() {
-  static const bool avx2 = has_avx2(), avx512 = has_avx512();
-  const char* wanted = std::getenv("MEGATRON_SPARSE_ISA");
-  const std::string name = wanted == nullptr ? "" : wanted;
-  const bool best = name.empty();
-#ifdef MS_X86
-  if (avx512 && (best || name == "avx512")) return kernels_avx512();
-  if (avx2 && (best || name == "avx2")) return kernels_avx2();
-#endif
-  MS_CHECK(best || name == "portable",
-           "MEGATRON_SPARSE_ISA names no instruction set of this machine", supported_isas(), name);
-  return kernels_portable();
+  const Kernels* named = chosen;
+  return named == nullptr ? kernels_named("") : *named;
 }
 
 }  // namespace megatron_sparse

@@ -28,8 +28,10 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "decode_sum_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
       "int step, int base, bool fresh=True, Tensor? slots=None, Tensor? sums=None) -> Tensor");
   m.def("supported_isas() -> str");
+  m.def("choose_isa(str name) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {
   m.impl("supported_isas", TORCH_BOX(&megatron_sparse::supported_isas));
+  m.impl("choose_isa", TORCH_BOX(&megatron_sparse::choose_isa));
 }

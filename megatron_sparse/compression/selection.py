@@ -148,7 +148,9 @@ class Selector:
         layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
         if spec.capacity is not None:
-            capacity_S = segment_capacity(layout, spec.capacity * spec.density)
+            # A message of every element has room for all, whatever the factor.
+            factor = max(spec.capacity, 1.0) if spec.whole else spec.capacity
+            capacity_S = segment_capacity(layout, factor * spec.density)
         with timer.stage("prune"):
             residual_N = self.residuals.begin(bucket)
         with timer.stage("threshold"):

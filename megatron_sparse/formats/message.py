@@ -384,10 +384,10 @@ def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tenso
 
 def _nonzero(values_N: torch.Tensor) -> int:
     """Counts the elements of a CPU tensor that are not zero."""
-    if values_N.dtype == torch.float32:
-        return int(np.count_nonzero(values_N.numpy()))
-    # numpy has no bf16. Without the sign bit only 0.0 and -0.0 are zero.
-    return int(np.count_nonzero(values_N.view(torch.int16).numpy() << 1))
+    # As integers: numpy has no bf16, and a thread may flush denormals. Without the sign bit only
+    # 0.0 and -0.0 are zero.
+    bits = torch.int32 if values_N.dtype == torch.float32 else torch.int16
+    return int(np.count_nonzero(values_N.view(bits).numpy() << 1))
 
 
 def decode_add_(

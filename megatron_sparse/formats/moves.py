@@ -26,6 +26,7 @@ from megatron_sparse.cuda_ext.arguments import (
     check_device,
     check_flat,
     overload,
+    refusing,
 )
 from megatron_sparse.formats.header import Header, check_fields, heads_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
@@ -70,7 +71,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_device("encode_moves", "new", new)
     check_flat("encode_moves", "new", new, GRAD_DTYPES)
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
-    room_bytes = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype))
+    room_bytes = refusing(overload("moves_room"), new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
     # Writes the record to the begin of `out`; `size` is its length.
     size = call("moves_encode", old, new, epoch % 2**32, out)

@@ -11,6 +11,7 @@ import torch
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
+from megatron_sparse.formats.moves import encode_moves
 from megatron_sparse.reference import prune as oracle
 from tests.codec import KEY, on_threads, one_nan, pruning_of
 from tests.cuda_ext import cases
@@ -184,7 +185,12 @@ def test_the_op_itself_checks_for_access_beyond_the_buffers(offsets):
 
 def test_an_unknown_instruction_set_is_one_typed_error(monkeypatch):
     monkeypatch.setenv("MEGATRON_SPARSE_ISA", "avx1024")
-    with pytest.raises(ExtensionError) as caught:
-        ops.prune_(torch.zeros(1), pruning_of(torch.zeros(1), 0.0, key=0), 0)
-    assert caught.value.got == "avx1024"
-    assert "portable" in str(caught.value.expected)
+    zeros = torch.zeros(1)
+    for call in (
+        lambda: ops.prune_(zeros, pruning_of(zeros, 0.0, key=0), 0),
+        lambda: encode_moves(zeros, zeros, epoch=0),
+    ):
+        with pytest.raises(ExtensionError) as caught:
+            call()
+        assert caught.value.got == "avx1024"
+        assert "portable" in str(caught.value.expected)
