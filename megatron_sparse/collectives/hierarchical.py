@@ -345,7 +345,8 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     sent_L = node_L + whole_L
     # The densest lane decides. Lanes may share a network card, so it gets what all of them send
     # in multiples of what it sends. Its clocks start at 0; the ranks wait for it in the end.
-    lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
+    busiest = max(float(np.max(sent_L)), 1.0)  # an empty bucket sends nothing
+    lane = run.part(shape, run.lane(float(np.sum(sent_L)) / busiest), densities)
     message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
     direct_cost(lane)

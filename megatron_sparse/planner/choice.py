@@ -229,7 +229,7 @@ class PricedPlanner(Planner):
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
         choice = Choice(plan.scheme, plan.reason)
-        if plan.phase in (Phase.RAMP, Phase.TARGET) and bucket.world_size > 1:
+        if plan.predicted_us is not None:  # else prices did not choose: every element in few bits
             choice = _settled(state)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,

@@ -186,7 +186,8 @@ class LevelPricing:
             ConfigError: the cluster file lacks a rate.
         """
         sizes, instances = self.node_sizes, self.instances
-        is_possible = {RANK: True, NODE: has_lanes(sizes), INSTANCE: instances > 1}
+        has_instances = instances > 1 and len(set(sizes)) == 1
+        is_possible = {RANK: True, NODE: has_lanes(sizes), INSTANCE: has_instances}
         possible = [level for level, can_run in is_possible.items() if can_run]
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")

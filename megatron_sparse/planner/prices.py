@@ -30,7 +30,7 @@ from megatron_sparse.pricing.densities import SumDensities, without_chance
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.transport.topology import Link
+from megatron_sparse.transport.topology import Link, Topology
 
 DENSE = "dense"
 """The backend's own collective; the planner must not choose a slower scheme."""
@@ -150,7 +150,7 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
     dense_beta_s = max(sharing * cluster.dense.beta_s, beta_s)
     return replace(
         cluster,
-        nodes=(node_ranks,) * (ranks // node_ranks) if ranks >= node_ranks else (ranks,),
+        nodes=Topology.even(ranks, node_ranks, cluster.intra, cluster.inter).node_sizes,
         inter=Link(cluster.inter.alpha_s, beta_s),
         dense=Link(cluster.dense.alpha_s, dense_beta_s),
     )

@@ -138,6 +138,7 @@ class ClusterModel:
             raise ConfigError("nodes is empty", expected="ranks on each node", got=self.nodes)
         for number, ranks in enumerate(self.nodes):
             in_range(f"nodes[{number}]", ranks, 1, math.inf, integer=True)
+        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))  # 4.0 is a whole number
         for kind in ("intra", "inter", "dense"):
             link = getattr(self, kind)
             in_range(f"{kind}.alpha_s", link.alpha_s, 0, math.inf)

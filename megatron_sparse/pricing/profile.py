@@ -116,7 +116,7 @@ class SparsityProfile:
         if any(k < ranks and density >= 1 for k, density in points.items()):
             return 1.0  # fewer ranks already have every element
         # At most all elements but half a one are non-zero: u would be infinite at full density.
-        most = 1 - 0.5 / self.numel
+        most = 1 - 0.5 / max(self.numel, 1)
         known = sorted(points)
         if len(known) == 1:
             return -math.expm1(ranks * math.log1p(-min(points[1], most)))

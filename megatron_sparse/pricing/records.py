@@ -206,7 +206,7 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
 
     The module's docstring has the formulas.
     """
-    if density <= 0:
+    if density < 1e-15:  # a density of 0, or what rounding has left of it: no bucket has so little
         return 0.0
     parameter, span = _rice_parameter(density), rice_span(density)
     gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))  # of an entry's position

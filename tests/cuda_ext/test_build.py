@@ -4,6 +4,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -170,6 +171,23 @@ def test_concurrent_builds_build_once_and_a_changed_source_builds_again(monkeypa
     # Another torch: the stable ABI lets the library load, so one built elsewhere can be carried.
     monkeypatch.setattr(build, "find_torch", lambda: (tmp_path, "2.99.0"))
     assert build.build("off", out)[0].state == "up to date"
+
+
+def test_hosts_without_a_common_lock_do_not_write_to_one_file(monkeypatch, tmp_path):
+    linked, target = tmp_path / "linked", tmp_path / "library.so"
+    linked.write_bytes(b"library")
+    written = set()
+    original = build.shutil.copy
+    monkeypatch.setattr(build.shutil, "copy", lambda *to: (written.add(to[1]), original(*to)))
+    for host in ("one", "two"):
+        monkeypatch.setattr(build.socket, "gethostname", lambda host=host: host)
+        build.install(linked, target, {})
+    assert len(written) == 2
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"linked", "library.so", "library.so.stamp"}
+    monkeypatch.setattr(build.shutil, "copy", Mock(side_effect=OSError(28, "no space")))
+    with pytest.raises(ExtensionError, match="cannot be put in place"):
+        build.install(linked, target, {})
 
 
 def test_torch_must_have_the_stable_abi(monkeypatch):

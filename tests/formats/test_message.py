@@ -18,6 +18,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ConfigError, ExtensionError
+from megatron_sparse.formats import message
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import FORMAT_CODES
 from megatron_sparse.reference import message as message_oracle
@@ -93,6 +94,15 @@ def test_dense_where_coo_is_not_smaller_and_never_larger_than_the_capacity():
         (header,) = read_headers(message, rank=0)
         assert (header.format, header.nnz, header.numel) == (form, nnz, 1000)
         assert header.step == STEP % 2**32
+
+
+def test_denormals_count_where_a_thread_flushes_them():
+    values_N = torch.tensor([1e-40, -0.0, 1.0])
+    torch.set_flush_denormal(True)
+    try:
+        assert message._nonzero(values_N) == 2
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_segments_far_into_a_bucket():

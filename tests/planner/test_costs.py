@@ -19,11 +19,11 @@ from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.prices import fits, predict, predict_all
+from megatron_sparse.planner.prices import fits, predict, predict_all, prior
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.pricing.records import Piece, RecordFormat
+from megatron_sparse.pricing.records import Piece, RecordFormat, record_bytes
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
 from megatron_sparse.simulate import gradients
@@ -403,6 +403,18 @@ def test_all_possible_schemes_are_priced_or_the_named_ones():
     assert list(some) == ["direct"]
     fixed = predict_all(shape(4), uniform(4), where, SchemeConfig(capacity=2.0))
     assert "sparse_ring" not in fixed
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("op", CollectiveOp)
+def test_an_empty_bucket_has_a_price(op):
+    empty = BucketShape(0, kept_numel=0, element_bytes=4, op=op, world_size=5)
+    found = predict_all(empty, prior(empty, 0.1), find("perlmutter"), OPTIONS)
+    assert all(0 <= seconds < math.inf for seconds in found.values())
+
+
+def test_what_rounding_leaves_of_a_density_of_0_is_priced_as_0():
+    assert record_bytes(1e-17, 4, "rice", 4) == record_bytes(0.0, 4, "rice", 4)
 
 
 ZEN_GRADIENTS = {

@@ -47,6 +47,8 @@ def test_several_instances():
     choice = choose_level(config, (0, 0), instances=2)
     assert choice.level == "instance"
     assert ", instance " in choice.reason
+    for nodes in ((0, 0, 0, 0, 1, 1), (0, 0, 1, 1, 1, 1)):  # instances of one run decide alike
+        assert choose_level(config, nodes, instances=2).level == "rank"
 
 
 @pytest.mark.parametrize("options", [{"scheme": "dense"}, {"enabled": False}])
