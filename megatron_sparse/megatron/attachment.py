@@ -14,14 +14,12 @@ in a loop of your own, or by the hook of `plugin` in scripts that run Megatron's
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import check
@@ -34,6 +32,7 @@ from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
+from megatron_sparse.megatron.replica_sums import summed_over_replicas
 from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import (
@@ -242,7 +241,7 @@ class Attachment(HostState):
         if self._optimizer is None:
             return
         lacking = self.residuals.take_apart(self.config.compression.leak)
-        with _shared_embedding_added_up(self.groups):
+        with summed_over_replicas(self._chunks):
             for group in self.groups:
                 for bucket in group.buckets:
                     part = self.reducer(group).part(bucket)
@@ -317,35 +316,6 @@ class Attachment(HostState):
         self.progress.close()
         self._transports.close(broken=self.progress.broken)
         return_group(self.alone)
-
-
-@contextlib.contextmanager
-def _shared_embedding_added_up(groups: Sequence[GroupBuckets]) -> Iterator[None]:
-    """Sums over both stages what its block adds to the gradient of a shared embedding.
-
-    The first and the last pipeline stage share that weight. What its gradient held before is
-    Megatron's sum over both already, and is not summed again.
-    """
-    # Torch has a number in place of a group for ranks that are not in it.
-    embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
-    # Of the shared weight, on the ranks that hold it.
-    gradients = [
-        parameter.main_grad
-        for group in groups
-        for bucket in group.host.buckets
-        for parameter in bucket.params_list
-        if getattr(parameter, "shared_embedding", False)
-    ]
-    if not gradients or embedding is None or dist.get_world_size(embedding) == 1:
-        yield
-        return
-    before = [gradient.clone() for gradient in gradients]
-    for gradient in gradients:
-        gradient.zero_()  # the block then leaves here only what it adds
-    yield
-    for gradient, already_summed in zip(gradients, before, strict=True):
-        dist.all_reduce(gradient, group=embedding)
-        gradient.add_(already_summed)
 
 
 def attach(

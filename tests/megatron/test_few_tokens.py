@@ -4,6 +4,7 @@ Learning rates are zero, so that Megatron alone sees the same gradients.
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, WORLD_SIZE
-from tests.megatron.train_ranks import on_ranks, running
+from tests.megatron.train_ranks import equal, of_all_ranks, on_ranks, running
 
 COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16), (0, 0), (13, 7), (8, 7))
-"""Tokens of each sequence that count, by step and data-parallel rank; two ranks have the same."""
+"""Tokens of each sequence that count, by step and data-parallel rank, modulo 2."""
 FEW = (1, 3, 5)
 """Steps with less than half of the tokens of the step before."""
 LAYOUTS = {
@@ -26,17 +27,19 @@ LAYOUTS = {
 """Where the second sum of a step with few tokens crosses more than one group."""
 
 
-def _steps(layout, rank, total=False, **plugin):
+def _steps(layout, total=False, **plugin):
     """Each step's norm, gradients and residuals, with `total` those of all ranks; by parameter.
 
     All are in units of the gradient that Megatron's optimizer sees.
     """
+    from megatron.core import parallel_state
+
     steps = []
     with running(layout, **(AT_TARGET | plugin if plugin else {})) as run:
         for group in run.model.optimizer.param_groups:
             group["lr"] = 0.0
         for of_ranks in COUNTS:
-            run.model.counted = of_ranks[rank % 2]
+            run.model.counted = of_ranks[parallel_state.get_data_parallel_rank() % 2]
             run.model.gradients()
             gradients = {
                 name: parameter.main_grad.clone()
@@ -60,7 +63,7 @@ def _steps(layout, rank, total=False, **plugin):
 def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(rank, name):
     layout = LAYOUTS[name]
     with parallel_state_of(layout):
-        plain, sparse = _steps(layout, rank), _steps(layout, rank, **SPARSE, level="rank")
+        plain, sparse = _steps(layout), _steps(layout, **SPARSE, level="rank")
     assert sparse[2]["norm"] != pytest.approx(plain[2]["norm"], rel=1e-3)  # it is pruned
     assert any(residual.any() for residual in sparse[2]["residuals"].values())
     for step in FEW:
@@ -78,6 +81,50 @@ def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(rank, name
         assert sparse[step]["norm"] < 10 * plain[step]["norm"]
 
 
+@on_ranks(WORLD_SIZE)
+def test_few_tokens_leave_copies_of_a_norm_with_the_same_gradient(rank):
+    """With sequence parallelism each tensor-parallel rank has the gradient of some tokens.
+
+    In few bits a norm is sent in bf16, which leaves a residual.
+    """
+    layout = Layout(tensor=2, sequence_parallel=True, per_token=True)
+    with parallel_state_of(layout):
+        plain = _steps(layout)
+        sparse = _steps(layout, **SPARSE, value_bits=4, level="rank")
+    norms = [name for name in plain[0]["gradients"] if "norm" in name]
+    for step in FEW:
+        rounded = any(sparse[step]["residuals"][name].any() for name in norms)
+        assert any(of_all_ranks(rounded))  # some ranks' tokens may all be out of the loss
+        found = {name: sparse[step]["gradients"][name] for name in norms}
+        for name, gradient in found.items():
+            expected = plain[step]["gradients"][name]
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)  # fp32 sums
+        assert all(equal(found, other) for other in of_all_ranks(found))
+
+
+def test_gradients_are_summed_over_tensor_parallel_ranks_where_megatron_sums_them():
+    from megatron_sparse.megatron.replica_sums import replica_sums
+
+    module = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(1, 1, bias=False) for name in ("norm", "q_layernorm", "mean", "mlp")}
+    )
+    vars(module["norm"].weight)["sequence_parallel"] = True
+    vars(module["mean"].weight)["average_gradients_across_tp_domain"] = True
+    tensor = SimpleNamespace(size=lambda: 2)
+
+    def found(**config):
+        chunk = SimpleNamespace(module=module, config=SimpleNamespace(**config), tp_group=tensor)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return {names[each.parameter]: each.op.name for each in replica_sums([chunk])}
+
+    always = {"mean.weight": "AVG"}
+    assert found(sequence_parallel=False, qk_layernorm=False) == always
+    assert found(sequence_parallel=True, qk_layernorm=False) == always | {"norm.weight": "SUM"}
+    assert found(sequence_parallel=False, qk_layernorm=True) == always | {
+        "q_layernorm.weight": "SUM"
+    }
+
+
 @pytest.mark.parametrize(("level", "ranks"), [("rank", 2), ("node", 4)], ids=["rank", "node"])
 @on_ranks("ranks")
 def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(
@@ -92,8 +139,8 @@ def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes
     for ddp in ({}, OVERLAP):
         layout = Layout(per_token=True, ddp=ddp)
         with parallel_state_of(layout):
-            plain = _steps(layout, rank)
-            sparse = _steps(layout, rank, total=True, **SPARSE, level=level)
+            plain = _steps(layout)
+            sparse = _steps(layout, total=True, **SPARSE, level=level)
         said = any("level node: 2 nodes of 2 ranks" in line for line in sparse[0]["lines"])
         assert said is (level == "node")
         _assert_nothing_is_lost(plain, sparse)
