@@ -254,6 +254,11 @@ class Attachment(HostState):
                     if group.instances_group is not None:
                         dist.all_reduce(lacking_N, group=group.instances_group)
                     bucket.grad_N.add_(lacking_N)
+                    for piece in bucket.parameters:
+                        if piece.name in group.accumulated:  # already copied from the bucket
+                            main_grad = group.accumulated[piece.name].main_grad.view(-1)
+                            part_of_it = slice(piece.offset, piece.offset + piece.numel)
+                            main_grad[part_of_it].add_(lacking_N[piece.start : piece.stop])
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ class GroupBuckets:
 
     `expert` marks parameters that the ranks of the expert data-parallel group share. The ranks of
     `instances_group` own the same shards in other instances of the distributed optimizer; None for
-    one instance. `attributes` are those of `host` that hold its process groups.
+    one instance. `attributes` are those of `host` that hold its process groups. `accumulated` are
+    the parameters, by name, whose gradient Megatron copies from the bucket to an fp32 `main_grad`
+    of its own after the sum.
     """
 
     host: Any
@@ -35,6 +37,7 @@ class GroupBuckets:
     expert: bool = False
     instances_group: torch.distributed.ProcessGroup | None = None
     attributes: tuple[str, ...] = ()
+    accumulated: dict[str, Any] = field(default_factory=dict)
 
 
 def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
@@ -67,7 +70,15 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
                 pieces = [piece for bucket in buckets for piece in in_pieces(bucket, config)]
                 is_expert = kind == "expert"
                 result.append(
-                    GroupBuckets(host, process_group, pieces, is_expert, instances, attributes)
+                    GroupBuckets(
+                        host,
+                        process_group,
+                        pieces,
+                        is_expert,
+                        instances,
+                        attributes,
+                        parameters.accumulated_in(host),
+                    )
                 )
     return result
 
@@ -82,6 +93,14 @@ class _ChunkParameters:
             self._places.update(buffer.param_index_map)
         self._is_tensor_parallel = chunk.tp_group.size() > 1
         self._filter = parameter_filter
+
+    def accumulated_in(self, host: Any) -> dict[str, Any]:
+        """Those of a bucket group with --ddp-param-name-patterns-for-fp32-local-accumulation."""
+        return {
+            self._names[parameter]: parameter
+            for host_bucket in host.buckets
+            for parameter in getattr(host_bucket, "params_with_extra_main_grads", ())
+        }
 
     def slices_of(self, host_bucket: Any) -> tuple[ParameterSlice, ...]:
         """Where the parameters of one of Megatron's buckets lie in it, in ascending order."""

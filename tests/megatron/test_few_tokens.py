@@ -102,6 +102,24 @@ def test_few_tokens_leave_copies_of_a_norm_with_the_same_gradient(rank):
         assert all(equal(found, other) for other in of_all_ranks(found))
 
 
+@on_ranks(2)
+def test_few_tokens_have_megatrons_gradient_in_fp32_copies_of_it(rank):
+    """The optimizer reads the copies alone, which Megatron has made before it knows the tokens."""
+    patterns = {"param_name_patterns_for_fp32_local_accumulation": ("*weight",)}
+    layout = Layout(precision="bf16", per_token=True, ddp=patterns)
+    with parallel_state_of(layout):
+        plain, sparse = _steps(layout), _steps(layout, total=True, **SPARSE, level="rank")
+    for step in FEW:
+        for name, expected in plain[step]["gradients"].items():
+            assert (expected.dtype == torch.float32) is name.endswith("weight")
+            old = sparse[step - 1]["residuals"][name] / sparse[step - 1]["unit"]
+            sent = expected.abs().max() + (old * sparse[step]["unit"]).abs().max()
+            # Two gradients and their sum are rounded to bf16, each by 2^-9 of its value.
+            error = 2**-7 * float(sent)
+            got = sparse[step]["gradients"][name]
+            torch.testing.assert_close(got, expected, rtol=0, atol=error)
+
+
 def test_gradients_are_summed_over_tensor_parallel_ranks_where_megatron_sums_them():
     from megatron_sparse.megatron.replica_sums import replica_sums
 
