@@ -340,7 +340,8 @@ def attach(
         model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
         optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
             are undone. Without it every selection is final, so fp16 with loss scaling is refused,
-            and parameters are gathered raw.
+            and parameters are gathered raw. A static loss scale in bf16 also needs it, but only the
+            optimizer knows of one, so that is not refused.
         config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.

@@ -189,7 +189,9 @@ def may_undo(config: RunConfig) -> bool:
     flags = config.megatron
     reruns = flags.get("rerun_mode", RERUN_MODE) != "disabled"
     per_token = bool(flags.get("calculate_per_token_loss"))
-    return reruns or per_token or config.training.precision == "fp16"
+    precision, sharded = config.training.precision, config.training.use_distributed_optimizer
+    has_scale = bool(flags.get("loss_scale")) and (precision == "bf16" or sharded)
+    return reruns or per_token or precision == "fp16" or has_scale
 
 
 def _bucket_numel(config: RunConfig) -> float:

@@ -30,6 +30,7 @@ class SmallGPTConfig:
     check_for_nan: bool = False
     loss_per_token: bool = False
     loss_scale_window: int = 1000
+    loss_scale: float | None = None
 
 
 class SmallGPT:
@@ -94,6 +95,7 @@ class SmallGPT:
                 fp16=setting.fp16,
                 params_dtype=dtype,
                 use_distributed_optimizer=setting.distributed_optimizer,
+                loss_scale=setting.loss_scale,
                 initial_loss_scale=2.0**10,
                 min_loss_scale=1.0,
                 hysteresis=1,

@@ -1,6 +1,6 @@
 """The unit of residuals: the loss scale, and the factor by which Megatron multiplies the sum.
 
-fp16 gradients carry the loss scale, which changes after some steps. With a loss per token gradients
+Gradients carry the loss scale, which in fp16 changes after some steps. With a loss per token they
 are summed undivided and then multiplied by one over the step's tokens, a number that
 `finalize_model_grads` knows only after the buckets were sent. Residuals are converted after each
 step in which one of the two has changed. Where the step has so few tokens that old residuals would
@@ -135,7 +135,7 @@ class ResidualUnit:
         return factor / (self.loss_scale or 1.0)
 
     def _read_loss_scale(self) -> float | None:
-        return float(self._optimizer.get_loss_scale()) if is_fp16(self._optimizer) else None
+        return float(self._optimizer.get_loss_scale()) if scales_loss(self._optimizer) else None
 
     def close(self) -> None:
         """Gives the chunks their own method back."""
@@ -158,7 +158,7 @@ def check_undo(compression: CompressionConfig, *, undo: bool) -> None:
             "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
             expected="fp32 or bf16 training with --rerun-mode disabled, no loss per token and no "
             "--grad-norm-skip-threshold",
-            got="fp16 loss scaling, Megatron's rerun mode, --calculate-per-token-loss or "
+            got="loss scaling, Megatron's rerun mode, --calculate-per-token-loss or "
             "--grad-norm-skip-threshold",
             remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
         )
@@ -169,6 +169,23 @@ def is_fp16(owner: Any) -> bool:
     return bool(getattr(getattr(owner, "config", None), "fp16", False))
 
 
+def scales_loss(optimizer: Any) -> bool:
+    """Whether the loss is scaled, and steps with NaN or Inf are skipped.
+
+    In fp16, and with a static `--loss-scale` in any precision of an optimizer that has main
+    parameters.
+    """
+    return any(
+        is_fp16(single) or getattr(single, "grad_scaler", None) is not None
+        for single in _with_parts(optimizer)
+    )
+
+
+def _with_parts(optimizer: Any) -> list[Any]:
+    """The optimizer, and those that it chains."""
+    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+
+
 def divides_by_tokens(chunk: Any) -> bool:
     """Whether Megatron divides the summed gradient by the step's number of tokens."""
     return bool(getattr(getattr(chunk, "config", None), "calculate_per_token_loss", False))
@@ -177,16 +194,15 @@ def divides_by_tokens(chunk: Any) -> bool:
 def may_repeat_or_skip(optimizer: Any) -> bool:
     """Whether steps can be repeated (Megatron's rerun mode) or skipped.
 
-    Any of chained optimizers skips for all: with fp16 loss scaling, or a finite
+    Any of chained optimizers skips for all: with loss scaling, or a finite
     `grad_norm_skip_threshold` (Megatron 0.18 and later) in any precision.
     """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-    def may_skip(single: Any) -> bool:
+    def has_limit(single: Any) -> bool:
         config = getattr(single, "config", None)
-        limit = getattr(config, "grad_norm_skip_threshold", math.inf)
-        return is_fp16(single) or math.isfinite(limit)
+        return math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf))
 
     if get_rerun_state_machine().get_mode() is not RerunMode.DISABLED:
         return True
-    return any(map(may_skip, [optimizer, *getattr(optimizer, "chained_optimizers", ())]))
+    return scales_loss(optimizer) or any(map(has_limit, _with_parts(optimizer)))

@@ -79,10 +79,21 @@ def _spoilt_steps(rank, **setting):
             yield plain, run
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+STATIC = {"loss_scale": 128.0}
+SCALED = {
+    "fp16": {"fp16": True},
+    "fp16_shards": {"fp16": True, "distributed_optimizer": True},
+    "bf16_static": {"bf16": True} | STATIC,
+    "fp32_static_shards": {"distributed_optimizer": True} | STATIC,
+}
+"""Settings with which Megatron scales the loss."""
+
+
+@pytest.mark.parametrize("name", SCALED)
 @on_ranks(2)
-def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(rank, distributed):
-    for plain, run in _spoilt_steps(rank, fp16=True, distributed_optimizer=distributed):
+def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(rank, name):
+    for plain, run in _spoilt_steps(rank, **SCALED[name]):
+        assert run.attachment.unit.loss_scale == _loss_scale(run) > 1
         before, weights, scale = run.residuals(), run.model.weights(), _loss_scale(run)
         assert (run.step()[1], plain.step()[1]) == (False, False)
         assert _loss_scale(run) == _loss_scale(plain)
