@@ -198,6 +198,18 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     return flags
 
 
+def passed_flags(config: RunConfig, *, own: bool) -> dict[str, Any]:
+    """The `megatron:` section, for `command_line`.
+
+    Args:
+        config: the run.
+        own: whether the run goes on from its own checkpoint. `finetune`, which is about the one of
+            `training.load`, is then left out: with it Megatron would begin at iteration 0 again.
+    """
+    left_out = ("finetune",) if own else ()
+    return {key: value for key, value in config.megatron.items() if key not in left_out}
+
+
 def check_load(config: RunConfig) -> None:
     """Checks that `training.load` has a checkpoint; else Megatron would start from scratch.
 

@@ -87,7 +87,9 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     derived = arguments.derived_flags(
         config, run_dir, vocab_size=vocab_size, data_prefix=data_prefix
     )
-    command_line = arguments.command_line(derived, config.megatron, arguments.megatron_parser())
+    own = arguments.has_checkpoint(config, run_dir / arguments.CHECKPOINTS)
+    passed = arguments.passed_flags(config, own=own)
+    command_line = arguments.command_line(derived, passed, arguments.megatron_parser())
     with hidden_from_wandb():
         megatron_args = _parse(command_line)
     model_config = model_config_of(megatron_args)

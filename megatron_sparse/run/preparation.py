@@ -194,7 +194,8 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     training.silence_known_noise()
     if in_rank:
         training.prepare_host(config.cluster.device)
-    checkpoint_fit.check(config, vocab_size, path)
+    passed = arguments.passed_flags(config, own=start.own)
+    checkpoint_fit.check(dataclasses.replace(config, megatron=passed), vocab_size, path)
     return start
 
 

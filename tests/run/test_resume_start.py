@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
-from megatron_sparse.megatron import checkpoint_fit, checkpoint_folder
+from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder
 from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
 from megatron_sparse.run import interrupt, launch, preparation, resume, worker
 from megatron_sparse.run.composition import compose
@@ -216,6 +216,15 @@ class TestFit:
     def test_what_may_change(self, runs, overrides):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
         assert start_of(runs, "resume=must", *overrides).iteration == 1
+
+    def test_a_finetune_run_goes_on_with_its_own_checkpoint(self, runs):
+        """It keeps its optimizer and schedule, and the iteration that the start names."""
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        with pytest.raises(CheckpointError, match="learning-rate schedule"):
+            start_of(runs, "resume=must", "megatron.finetune=true", iterations=9)
+        config, without = config_of(runs, "megatron.finetune=true"), config_of(runs)
+        assert arguments.passed_flags(config, own=True) == without.megatron
+        assert arguments.passed_flags(config, own=False) == config.megatron != without.megatron
 
     def test_the_vocabulary(self, runs):
         with pytest.raises(CheckpointError, match=r"model\.vocab_size=512"):
