@@ -95,12 +95,14 @@ def common_state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
-    """Megatron's arguments of the run, as parsed and not yet completed."""
+    """Megatron's arguments of the run, as parsed and not yet completed; without old spellings."""
     derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
     parser = arguments.megatron_parser()
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
     if not wanted.group_query_attention:
         wanted.num_query_groups = wanted.num_attention_heads
+    if wanted.optimizer == "dist_muon":
+        wanted.optimizer, wanted.use_distributed_optimizer = "muon", True
     return wanted
 
 
@@ -188,6 +190,9 @@ def _has_residuals(checkpoint: Path) -> bool:
 
 def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Refuses an optimizer whose saved state this run's optimizer cannot take over."""
+    if getattr(saved, "use_layer_wise_distributed_optimizer", False):
+        # Megatron's validation has put it in the flag's place, as for Muon.
+        saved = argparse.Namespace(**vars(saved) | {"use_distributed_optimizer": True})
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # Its state has main weights in fp32 beside weights in half precision, and none otherwise.

@@ -30,6 +30,7 @@ _IGNORED = {"rampup_batch_size": "megatron.step_batch_size_schedule"}
 _OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
 _DATA = "data"
 """Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
+_SHARDED = "--use-distributed-optimizer"
 TITLE = "the megatron: section cannot be used"
 
 
@@ -201,7 +202,10 @@ def _validated(
         sys.argv = words_before
         os.environ.clear()
         os.environ.update(environment)
-    return {_DATA: data or (None, None), **vars(args)}
+    validated = {_DATA: data or (None, None), **vars(args)}
+    if args.use_layer_wise_distributed_optimizer and _SHARDED in words:
+        validated["use_distributed_optimizer"] = True  # Megatron has renamed what our key set
+    return validated
 
 
 def _check_layers(config: Any) -> None:

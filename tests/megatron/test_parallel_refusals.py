@@ -142,12 +142,17 @@ def test_install_and_attach_take_the_names_of_presets():
         attach([], config="fastest")
 
 
-def _muon(*overrides):
+def _muon(*overrides, in_launcher=False):
     decided = ["cluster.device=cuda", "training.precision=bf16"]
     config = composition.compose(
         ["model=gpt_tiny", "data=mock", "megatron.optimizer=muon", *decided, *overrides]
     )
-    return preparation.preflight(config)
+    return preparation.preflight(config, in_launcher=in_launcher)
+
+
+def test_the_launcher_takes_sharded_muon():
+    """Megatron's validation gives the flag of `use_distributed_optimizer` another name."""
+    _muon("training.use_distributed_optimizer=true", in_launcher=True)
 
 
 def test_muon_is_refused_where_megatron_cannot_run_it(monkeypatch):
