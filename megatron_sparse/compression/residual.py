@@ -273,19 +273,25 @@ class ResidualStore:
             return self._undo_copies[name] if self._pending[name] else None
         return self._residuals.get(name)
 
-    def by_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def by_parameter(self, *, settled: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """As `slices`, by the parameter's name alone; a name may come more than once."""
-        for (name, _), view in self.slices():
+        for (name, _), view in self.slices(settled=settled):
             yield name, view
 
-    def slices(self) -> Iterator[tuple[SliceKey, torch.Tensor]]:
-        """Views of the residual of each slice of a parameter, pending selections included.
+    def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
+        """Views of the residual of each slice of a parameter.
+
+        Pending selections are included, unless only what is `settled` is asked for.
 
         Names and offsets within a parameter do not change with the bucket size or with overlap;
         bucket numbers and padding do.
         """
-        for name, residual_N in self._residuals.items():
-            for piece in self._buckets[name].parameters:
+        for name, newest_N in self._residuals.items():
+            bucket = self._buckets[name]
+            residual_N = self.settled(bucket) if settled else newest_N
+            if residual_N is None:
+                continue
+            for piece in bucket.parameters:
                 yield (piece.name, piece.offset), residual_N[piece.start : piece.stop]
 
     def load(self, buckets: Iterable[Bucket], saved: Mapping[SliceKey, torch.Tensor]) -> None:

@@ -416,13 +416,15 @@ class DDPState(HostState):
         """This rank's state. Every rank saves its own, between two steps.
 
         Tensors are copies on the host; on CUDA that waits for them. With
-        `residual_checkpoint=none` it holds no residuals.
+        `residual_checkpoint=none` it holds no residuals. What a pass has changed that no step of an
+        optimizer has used is left out, because its gradient is not saved.
         """
         if self._kept is not None:  # this is a copy
             return self._kept
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
-            held = self._unplaced | dict(self.residuals.by_parameter())
+            settled = self._is_unused and self._knows_steps
+            held = self._unplaced | dict(self.residuals.by_parameter(settled=settled))
         return self._own() | {
             "step": self.step,
             "enabled": self.enabled,

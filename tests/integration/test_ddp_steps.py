@@ -197,6 +197,27 @@ def test_a_loop_whose_passes_nobody_uses_is_told_once():
     assert "8 backward passes in a row" in logged[0]
 
 
+def _saved_after_a_skip(rank, world_size):
+    """Each state that is saved: after an unused first pass, a used one, and another unused one."""
+    ddp, stepper, state = _hooked(**FIVE_PERCENT)
+    saved = []
+    for factor, is_used in ((1000.0, False), (1.0, True), (1000.0, False)):
+        gradient = torch.arange(SIDE * SIDE).view(SIDE, SIDE) * factor
+        (ddp(torch.eye(SIDE)) * gradient).sum().backward()
+        if is_used:
+            stepper.step()
+        stepper.zero_grad()
+        saved.append(state.state_dict()["residuals"])
+    return saved
+
+
+def test_a_saved_state_has_nothing_of_a_pass_that_was_not_used():
+    ((first, used, unused),) = run_ranks(_saved_after_a_skip, 1)
+    assert not first
+    assert used["weight"].any()
+    assert torch.equal(unused["weight"], used["weight"])
+
+
 def _copied(rank, world_size):
     """Averaged weights, a saved whole model, and a state that goes on from a copied one."""
     ddp, _, state = _hooked(None, **FIVE_PERCENT)
