@@ -59,6 +59,7 @@ class Attachment(HostState):
 
     Attributes:
         step: optimizer steps seen so far, skipped ones included.
+        chunks: Megatron's DDP-wrapped model chunks.
         groups: Megatron's bucket groups, with the plugin's buckets.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
         usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
@@ -94,7 +95,7 @@ class Attachment(HostState):
         self._transports = Transports(self.config, self._device)
         self._reducers = self._make_reducers()
         # Attach: from here on Megatron calls the plugin.
-        self._chunks = chunks
+        self.chunks = chunks
         self._closed = False
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
         for group in self.groups:
@@ -158,7 +159,7 @@ class Attachment(HostState):
         self.residuals.is_reported = True  # by `_step_ended`
         self.unit.bind(optimizer)
         self.parameters.plan(
-            self.groups, self.config, self.reducer, self.progress, self._chunks, optimizer
+            self.groups, self.config, self.reducer, self.progress, self.chunks, optimizer
         )
         self._optimizer = WatchedOptimizer(
             optimizer,

@@ -139,6 +139,41 @@ def check_sizes(saved: tuple[int, ...]) -> None:
         )
 
 
+def model_layers(attachment: Attachment) -> dict[str, int]:
+    """The layers of this rank's chunks, and what lies in them: name to the layer's global number.
+
+    Names, by which residuals go too, count a chunk's layers from 0, however many lie before them.
+    """
+    return {
+        f"chunk{index}.{name}": module.layer_number
+        for index, chunk in enumerate(attachment.chunks)
+        for name, module in chunk.module.named_modules()
+        if isinstance(getattr(module, "layer_number", None), int)
+    }
+
+
+def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
+    """Refuses residuals of other layers of the same names.
+
+    Args:
+        saved: by `model_layers`; empty in older checkpoints, which are accepted.
+        attachment: whose layers are compared.
+
+    Raises:
+        CheckpointError: a layer has another number.
+    """
+    for name, now in model_layers(attachment).items():
+        before = saved.get(name, now)
+        if before != now:
+            raise CheckpointError(
+                "the checkpoint's residuals belong to another split of layers over the pipeline",
+                expected=f"{name} in layer {now}",
+                got=f"in layer {before}",
+                remedy="resume with the same split, or start with zero residuals: "
+                "compression.residual_checkpoint=none",
+            )
+
+
 def common_state(attachment: Attachment) -> dict[str, Any]:
     """The state that is the same on every rank. Reads the gradient factor on the host."""
     factor = attachment.unit.gradient_factor

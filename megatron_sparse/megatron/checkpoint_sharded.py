@@ -36,11 +36,13 @@ from megatron_sparse.megatron.checkpoint_layout import (
     Saved,
     add_rows,
     bucket_sizes,
+    check_layers,
     check_sizes,
     check_version,
     common_state,
     data_place,
     held_slices,
+    model_layers,
     model_parameters,
     model_shard,
     model_sizes,
@@ -68,6 +70,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         "planner": attachment.planner.state_dict(),
         "buckets": bucket_sizes(attachment),
         "rows": row_layouts(attachment),
+        "layers": model_layers(attachment),
     }
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
@@ -123,7 +126,8 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         residuals: whether to read them; without them the layout of the model does not matter.
 
     Raises:
-        CheckpointError: residuals are of another version or another model-parallel layout.
+        CheckpointError: residuals are of another version or another model-parallel layout, or of
+            another split of layers over the pipeline.
     """
     rank, size = data_place(expert=False)
     found = _entries(checkpoint)
@@ -153,6 +157,8 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     loaded = _load(checkpoint, template) if template else {}
     if "rank" in loaded:
         state = loaded["rank"]
+        if residuals:
+            check_layers(state.get("layers", {}), attachment)
         saved.planner, saved.buckets, saved.rows = state["planner"], state["buckets"], state["rows"]
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))

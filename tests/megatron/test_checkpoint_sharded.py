@@ -139,6 +139,13 @@ def test_another_model_parallel_layout_is_refused_unless_residuals_are_not_wante
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(state, f"get_{size}_world_size", lambda: 2)
             _assert_refused("another model-parallel layout", folder)
+    layers = checkpoint_layout.model_layers
+
+    def moved(attachment):
+        return {name: number + 1 for name, number in layers(attachment).items()}
+
+    pytest.MonkeyPatch().setattr(checkpoint_layout, "model_layers", moved)
+    _assert_refused("another split of layers", folder)
     pytest.MonkeyPatch().setattr(checkpoint_layout, "model_sizes", lambda: (2, 1, 1))
     with _loaded(folder, residual_checkpoint="none") as (run, _):
         assert run.attachment.step == STEPS
