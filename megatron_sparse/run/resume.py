@@ -179,6 +179,15 @@ def has_saved(run_dir: Path) -> bool:
     return checkpoint_folder.choose(run_dir / arguments.CHECKPOINTS).iteration is not None
 
 
+_OF_THE_START = ("resume", "megatron.ckpt_step")
+"""Keys that choose a checkpoint, which the command that goes on must not choose again."""
+
+
+def _key(word: str) -> str:
+    """The key of a word of the command line, such as `resume` of `++resume=must`."""
+    return word.partition("=")[0].lstrip("+").replace("-", "_")
+
+
 def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     """What is saved of a run that stopped, and the command that goes on.
 
@@ -197,6 +206,6 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     total = config.training.iterations
     if done >= total:
         return f"the last checkpoint has iteration {done} of {total}: nothing is left to do"
-    words = [word for word in shlex.split(command) if not word.startswith("resume=")]
+    words = [word for word in shlex.split(command) if _key(word) not in _OF_THE_START]
     again = redact_command(shlex.join([*words, "resume=must"]))
     return f"the last checkpoint has iteration {done} of {total}; to go on:\n  {again}"

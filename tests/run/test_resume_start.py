@@ -346,6 +346,7 @@ class TestEnd:
     def test_the_last_checkpoint_and_the_command(self, runs):
         config = config_of(runs, iterations=5)
         command = "megatron-sparse train 'cluster.env.PGPASS=planted' resume=auto name=mine"
+        command += " megatron.ckpt_step=1"  # it would go back
         said = resume.go_on(config, runs / "mine", command)
         assert said == (
             "the last checkpoint has iteration 2 of 5; to go on:\n"
