@@ -25,13 +25,13 @@ import megatron.training.training as host
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training.checkpointing import get_checkpoint_name
+from megatron.training.checkpointing import get_checkpoint_name, get_loaded_iteration
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.megatron import checkpoint, checkpoint_process, refusals
+from megatron_sparse.megatron import checkpoint, checkpoint_folder, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.units import may_repeat_or_skip
@@ -270,8 +270,9 @@ class Plugin:
         bound.apply_defaults()
         folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
         iteration = result[0]
-        if folder and iteration and self.attachment is not None:
-            checkpoint.load(self.attachment, _loaded_folder(folder, iteration), iteration)
+        saved_at = _loaded_iteration(folder, iteration)
+        if folder and saved_at and self.attachment is not None:
+            checkpoint.load(self.attachment, _loaded_folder(folder, saved_at), iteration)
         return result
 
     def _write_plan(self, run_dir: Path) -> None:
@@ -329,14 +330,34 @@ def _arguments() -> Any:
     return get_args()
 
 
+def _loaded_iteration(folder: str | None, iteration: int) -> int:
+    """The iteration of the checkpoint that Megatron loaded from `folder`; 0 for none.
+
+    Its load has returned `iteration`: with `--override-ckpt-iteration` that of the flag.
+    """
+    arguments = _arguments()
+    if folder is None or getattr(arguments, "override_ckpt_iteration", None) is None:
+        return iteration
+    found = [0, get_loaded_iteration() or 0]  # -1 for none
+    if arguments.non_persistent_ckpt_type == "global":
+        # Megatron takes the newer one, and does not keep the number of a temporary one.
+        found.append(checkpoint_folder.tracked(Path(_temporary_folder(folder))) or 0)
+    return max(found)
+
+
+def _temporary_folder(folder: str) -> str:
+    """Where Megatron keeps global temporary checkpoints beside those in `folder`."""
+    return _arguments().non_persistent_global_ckpt_dir or os.path.join(folder, "non_persistent")
+
+
 def _loaded_folder(folder: str, iteration: int) -> Path:
     """The folder of the checkpoint that Megatron loaded, which may be a temporary one."""
     arguments = _arguments()
     loaded = Path(get_checkpoint_name(folder, iteration, return_base_dir=True))
     if loaded.is_dir() or arguments.non_persistent_ckpt_type != "global":
         return loaded
-    other = arguments.non_persistent_global_ckpt_dir or os.path.join(folder, "non_persistent")
-    return Path(get_checkpoint_name(other, iteration, return_base_dir=True))
+    temporary = get_checkpoint_name(_temporary_folder(folder), iteration, return_base_dir=True)
+    return Path(temporary)
 
 
 def _is_writer() -> bool:

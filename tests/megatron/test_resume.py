@@ -5,9 +5,11 @@ Here a run resumes from a checkpoint that another run saved before its end.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_sparse.megatron.checkpoint_folder import track
 from tests.megatron.checkpoint_cases import saved_tensors
 from tests.megatron.test_pretrain import ITERATIONS, PRUNED, lines, losses, train
 from tests.megatron.train_ranks import equal
@@ -117,6 +119,29 @@ def test_resuming_is_bit_exact(tmp_path, layout):
         said = (tmp_path / "whole.log").read_text()
         assert "level node: 2 nodes of 2 ranks" in said
         assert "once per node" in said, "parameters take the lanes"
+
+
+@pytest.mark.parametrize(("override", "kind"), [(2, None), (0, None), (2, "global")])
+def test_residuals_come_from_the_folder_that_was_loaded(tmp_path, monkeypatch, override, kind):
+    """`--override-ckpt-iteration` sets what Megatron's load returns. Starts no run."""
+    from megatron_sparse.megatron import plugin
+
+    arguments = SimpleNamespace(
+        load=str(tmp_path),
+        override_ckpt_iteration=override,
+        non_persistent_ckpt_type=kind,
+        non_persistent_global_ckpt_dir=None,
+    )
+    folder, loaded = (tmp_path, SAVED_AT) if kind is None else (tmp_path / "non_persistent", 5)
+    folder.mkdir(exist_ok=True)
+    track(folder, loaded)
+    taken = []
+    monkeypatch.setattr(plugin, "get_args", lambda: arguments)
+    monkeypatch.setattr(plugin, "get_loaded_iteration", lambda: SAVED_AT)
+    monkeypatch.setattr(plugin.checkpoint, "load", lambda _, *given: taken.append(given))
+    load = {"load_checkpoint": lambda model, load_arg="load": (override, 0)}
+    plugin.Plugin._load_checkpoint(SimpleNamespace(_originals=load, attachment=object()), None)
+    assert taken == [(folder / f"iter_{loaded:07d}", override)]
 
 
 @pytest.mark.slow
