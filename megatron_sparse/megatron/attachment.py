@@ -242,7 +242,7 @@ class Attachment(HostState):
         if self._optimizer is None:
             return
         lacking = self.residuals.take_apart(self.config.compression.leak)
-        with summed_over_replicas(self._chunks):
+        with summed_over_replicas(self.chunks):
             for group in self.groups:
                 for bucket in group.buckets:
                     part = self.reducer(group).part(bucket)
