@@ -69,7 +69,7 @@ class CompressionConfig(Checked):
             the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
         residual_dtype: fp32 or bf16 (stochastically rounded, half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
-            repeated (fp16 loss scaling, Megatron's rerun mode, plain DDP); `always`, `never`.
+            repeated (loss scaling, Megatron's rerun mode, plain DDP); `always`, `never`.
         warmup_iters: iterations at the start that synchronise densely; null takes 5 % of
             `training.iterations`, at most 500. A resumed run keeps its number. `install`, `attach`
             and `ddp_hook` do not know the run's length, and take 500.

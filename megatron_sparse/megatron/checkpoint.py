@@ -13,7 +13,7 @@ Policies, each with a line in the log:
 - Residuals move between buckets by parameter name.
 - Residuals of another precision, or of a loss divided otherwise, are converted to this run's unit.
 - A bucket of another size or number of ranks is planned anew.
-- Another tensor-, pipeline- or expert-parallel size is an error.
+- Another tensor-, pipeline- or expert-parallel size, or split of layers over stages, is an error.
 - The masters of `parameters.method=lossy` move by parameter name and position. If any is missing,
   the loaded parameters count, and the next gather is raw.
 """

@@ -62,18 +62,13 @@ def model_shard(expert: bool) -> str:
     return f"tp{parallel_state.get_tensor_model_parallel_rank()}.pp{pipeline}"
 
 
-def model_sizes() -> tuple[int, ...]:
-    """Tensor, pipeline and expert sizes, and that of a virtual pipeline, if there is one.
-
-    They must not change between save and load: a chunk's layers have the same names in each layout.
-    """
-    sizes = (
+def model_sizes() -> tuple[int, int, int]:
+    """Tensor, pipeline and expert sizes, which must not change between save and load."""
+    return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
     )
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return sizes if virtual is None else (*sizes, virtual)
 
 
 @dataclass
@@ -127,12 +122,12 @@ def check_sizes(saved: tuple[int, ...]) -> None:
     """Refuses residuals of a model with another layout.
 
     Raises:
-        CheckpointError: a tensor-, pipeline-, expert- or virtual-pipeline size differs.
+        CheckpointError: a tensor-, pipeline- or expert-parallel size differs.
     """
     if saved != model_sizes():
         raise CheckpointError(
             "the checkpoint's residuals belong to another model-parallel layout",
-            expected=f"(tensor, pipeline, expert[, virtual pipeline]) sizes {model_sizes()}",
+            expected=f"(tensor, pipeline, expert) sizes {model_sizes()}",
             got=saved,
             remedy="resume with the same sizes, or start with zero residuals: "
             "compression.residual_checkpoint=none",
@@ -153,7 +148,7 @@ def model_layers(attachment: Attachment) -> dict[str, int]:
 
 
 def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
-    """Refuses residuals of other layers of the same names.
+    """Refuses residuals of other layers of the same names, as of another virtual pipeline size.
 
     Args:
         saved: by `model_layers`; empty in older checkpoints, which are accepted.

@@ -134,11 +134,6 @@ def test_another_model_parallel_layout_is_refused_unless_residuals_are_not_wante
     from megatron_sparse.megatron import checkpoint_layout
 
     folder = saved[0] / "full"
-    state = checkpoint_layout.parallel_state
-    for size in ("tensor_model_parallel", "virtual_pipeline_model_parallel"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(state, f"get_{size}_world_size", lambda: 2)
-            _assert_refused("another model-parallel layout", folder)
     layers = checkpoint_layout.model_layers
 
     def moved(attachment):
@@ -147,6 +142,7 @@ def test_another_model_parallel_layout_is_refused_unless_residuals_are_not_wante
     pytest.MonkeyPatch().setattr(checkpoint_layout, "model_layers", moved)
     _assert_refused("another split of layers", folder)
     pytest.MonkeyPatch().setattr(checkpoint_layout, "model_sizes", lambda: (2, 1, 1))
+    _assert_refused("another model-parallel layout", folder)
     with _loaded(folder, residual_checkpoint="none") as (run, _):
         assert run.attachment.step == STEPS
 
