@@ -31,11 +31,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives import check
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.ddp import refusals
+from megatron_sparse.ddp.buckets import DDPBuckets
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import NullSink, RecordSink
@@ -96,7 +97,6 @@ class DDPState(HostState):
         scheme, group = checked.scheme, ddp.process_group
         refusals.check_config(checked)
         refusals.check_steps(checked, ddp, scaler)
-        self._filter = ParameterFilter(checked.compression)
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
             group,
@@ -117,12 +117,14 @@ class DDPState(HostState):
         self._is_plain = False  # whether a `plain` block is open
         self._is_closed = False
         self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
-        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        self._trained = [parameter for parameter in self._names if parameter.requires_grad]
-        self._buckets: dict[int, Bucket] = {}  # by launch order in a pass
+        self._buckets = DDPBuckets(
+            ddp.module,
+            ParameterFilter(checked.compression),
+            self._transport.world_size,
+            self.residuals,
+        )
+        self._trained = [each for each in self._buckets.names if each.requires_grad]
         self._launched = 0  # buckets of this pass so far
-        self._placed: set[int] = set()  # keys of `_buckets` that this pass has used
-        self._unplaced: dict[str, torch.Tensor] = {}  # residuals that no bucket holds yet
         self._in_flight: list[Pending] = []
         self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
@@ -196,7 +198,7 @@ class DDPState(HostState):
     def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer changes any parameter of the model."""
         for group in optimizer.param_groups:
-            if any(parameter in self._names for parameter in group["params"]):
+            if any(parameter in self._buckets.names for parameter in group["params"]):
                 return True
         return False
 
@@ -213,12 +215,10 @@ class DDPState(HostState):
         self._follow_scale()
 
     def _follow_scale(self) -> None:
-        """Converts residuals to the scaler's present scale, those too that no bucket holds yet."""
+        """Converts residuals to the scaler's present scale."""
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 1.0
         if before != self._scale:
-            factor = self._scale / before
-            self.residuals.rescale(factor)
-            self._unplaced = {name: held * factor for name, held in self._unplaced.items()}
+            self._buckets.rescale(self._scale / before)
 
     def _discard_unused(self) -> None:
         """Puts the residual back: no step used the last pass. Warns once if that goes on."""
@@ -290,7 +290,7 @@ class DDPState(HostState):
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
         """Starts a bucket of ordinary gradients; its future completes when the average is in it."""
-        bucket = self._bucket_of(grad_bucket)
+        bucket = self._buckets.place(grad_bucket, self._launched)
         # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
         # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
         return self._reducer.start(bucket, self.step, lambda _: future.set_result(bucket.grad_N))
@@ -306,23 +306,8 @@ class DDPState(HostState):
             future.set_result(gradient if pending.result is None else pending.result)
 
         return self._row_reducer.start(
-            self._name_of(parameter), gradient, Reduction.AVG, self.step, complete
+            self._buckets.name_of(parameter), gradient, Reduction.AVG, self.step, complete
         )
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        """The parameter's name in the model that the state was made for.
-
-        Raises:
-            HostError: it is another model's.
-        """
-        if parameter not in self._names:
-            raise HostError(
-                "ddp_hook got a gradient of a model that the state was not made for",
-                expected="the parameters of the model that DDPState was given",
-                got=f"a parameter of shape {tuple(parameter.shape)} that is not among them",
-                remedy="make a DDPState for each DDP model, and register it with that model",
-            )
-        return self._names[parameter]
 
     def _await_at_end_of_backward(self) -> None:
         """Has autograd call `_finish_backward` at the end of this pass, where errors are raised.
@@ -359,58 +344,8 @@ class DDPState(HostState):
 
     def _end_step(self) -> None:
         self._launched = 0
-        self._placed.clear()
+        self._buckets.end_pass()
         self.step += 1
-
-    def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """Makes the reducer's bucket from DDP's, whose parameters are adjacent.
-
-        Where DDP has made new buckets, it puts the residuals of their parameters into this one.
-        """
-        slices, start = [], 0
-        for parameter in grad_bucket.parameters():
-            name, stop = self._name_of(parameter), start + parameter.numel()
-            slices.append(
-                self._filter.slice_of(name, start, stop, parameter.shape, replicated=False)
-            )
-            start = stop
-        index = self._launched
-        bucket = Bucket(
-            f"bucket{index}",
-            grad_bucket.buffer(),
-            tuple(slices),
-            CollectiveOp.ALL_REDUCE,
-            self._transport.world_size,
-            Reduction.AVG,
-        )
-        previous = self._buckets.get(index)  # of the last pass
-        if previous is not None and previous.parameters == bucket.parameters:
-            bucket.layouts = previous.layouts
-        else:
-            self._take_residuals_back()
-        self._buckets[index] = bucket
-        self._placed.add(index)
-        waiting = [piece.name for piece in slices if piece.name in self._unplaced]
-        if waiting:
-            # Each begins at element 0, because DDP cuts no parameter.
-            residuals = {(name, 0): self._unplaced.pop(name) for name in waiting}
-            self.residuals.load([bucket], residuals)
-        return bucket
-
-    def _take_residuals_back(self) -> None:
-        """Called when DDP has made new buckets: keeps residuals under their parameters' names.
-
-        `_bucket_of` places each where its parameter then lies.
-
-        Residuals of buckets that this step has already launched are in use and stay in place.
-        """
-        for index in self._buckets.keys() - self._placed:
-            bucket = self._buckets.pop(index)
-            if bucket.name in self.residuals:
-                held_N = self.residuals[bucket.name]
-                for piece in bucket.parameters:
-                    self._unplaced[piece.name] = held_N[piece.start : piece.stop]
-                self.residuals.load([bucket], {})  # the old bucket keeps none
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
@@ -424,7 +359,7 @@ class DDPState(HostState):
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
             settled = self._is_unused and self._knows_steps
-            held = self._unplaced | dict(self.residuals.by_parameter(settled=settled))
+            held = self._buckets.residuals_by_parameter(settled=settled)
         return self._own() | {
             "step": self.step,
             "enabled": self.enabled,
@@ -448,10 +383,9 @@ class DDPState(HostState):
             CheckpointError: the state is another rank's, or its residuals do not fit the model.
         """
         self._check_attached()
-        refusals.check_saved(state, self._own(), self._names)
-        self.residuals.load(self._buckets.values(), {})  # `_bucket_of` places the loaded ones
+        refusals.check_saved(state, self._own(), self._buckets.names)
         kept = self.config.compression.residual_checkpoint != "none"
-        self._unplaced = dict(state["residuals"]) if kept else {}
+        self._buckets.load(state["residuals"] if kept else {})
         self.step, self.planner.enabled = state["step"], state["enabled"]
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
