@@ -24,6 +24,14 @@ UPDATE = "step_with_ready_grads"
 """Megatron's method that changes parameters."""
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron has chained to one, however they are nested; else it alone."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        return [optimizer]
+    return [part for inner in chained for part in parts_of(inner)]
+
+
 class WrappedMethod:
     """A method that is wrapped on its object, until `close`.
 

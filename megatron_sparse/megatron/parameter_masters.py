@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.megatron.optimizer_step import UPDATE, WrappedMethod
+from megatron_sparse.megatron.optimizer_step import UPDATE, WrappedMethod, parts_of
 from megatron_sparse.parameters.lossy import LossyGather
 from megatron_sparse.reduction.level_parts import slices_of
 
@@ -137,14 +137,8 @@ def _watched(gathers: Sequence[LossyGather]) -> Callable[..., bool]:
 
 
 def chain_of(optimizer: Any) -> list[Any]:
-    """The optimizers that an optimizer consists of, however it is nested.
-
-    Only those with Megatron's method that changes parameters.
-    """
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        return [leaf for inner in chained for leaf in chain_of(inner)]
-    return [optimizer] if hasattr(optimizer, UPDATE) else []
+    """The parts of an optimizer that have Megatron's method that changes parameters."""
+    return [part for part in parts_of(optimizer) if hasattr(part, UPDATE)]
 
 
 def optimizer_spans(optimizer: Any) -> dict[int, int]:

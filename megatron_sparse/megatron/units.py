@@ -17,6 +17,7 @@ import torch
 
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.optimizer_step import parts_of
 
 FEW_TOKENS = 0.5
 """A step with less than this share of the last step's tokens has few."""
@@ -176,14 +177,9 @@ def scales_loss(optimizer: Any) -> bool:
     parameters.
     """
     return any(
-        is_fp16(single) or getattr(single, "grad_scaler", None) is not None
-        for single in _with_parts(optimizer)
+        is_fp16(part) or getattr(part, "grad_scaler", None) is not None
+        for part in parts_of(optimizer)
     )
-
-
-def _with_parts(optimizer: Any) -> list[Any]:
-    """The optimizer, and those that it chains."""
-    return [optimizer, *getattr(optimizer, "chained_optimizers", ())]
 
 
 def divides_by_tokens(chunk: Any) -> bool:
@@ -205,4 +201,4 @@ def may_repeat_or_skip(optimizer: Any) -> bool:
 
     if get_rerun_state_machine().get_mode() is not RerunMode.DISABLED:
         return True
-    return scales_loss(optimizer) or any(map(has_limit, _with_parts(optimizer)))
+    return scales_loss(optimizer) or any(map(has_limit, parts_of(optimizer)))
