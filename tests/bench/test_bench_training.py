@@ -147,7 +147,7 @@ def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
     ("command", "said"),
     [
         ("training", "exit code 3, 0 iterations"),
-        ("convergence --iters=100", "the run gpt-dense-1 failed"),
+        ("convergence --iters=100 --model=gpt --setting=dense", "the run gpt-dense-1 failed"),
         ("time-to-loss", "the run plain-loopback-1 failed"),
     ],
 )

@@ -49,7 +49,9 @@ CUT = """
 """
 
 
-@pytest.mark.parametrize(("width", "scrolls"), [(1280, False), (360, True)])
+@pytest.mark.parametrize(
+    ("width", "scrolls"), [pytest.param(1280, False, marks=pytest.mark.slow), (360, True)]
+)
 def test_no_table_is_cut(site: Path, width: int, scrolls: bool) -> None:
     pages = sorted(site.rglob("index.html"))
     with browser.opened() as chromium:

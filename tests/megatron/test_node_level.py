@@ -121,9 +121,13 @@ SAVED = {name: LAYOUTS[name] for name in ("all_reduce", "overlap", "instances")}
     name: (test_parallel.LAYOUTS[name], "rank")
     for name in ("expert_and_tensor", "virtual_pipeline")
 }
+SAMPLE = ("overlap", "expert_and_tensor")
+"""The others are slow tests."""
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SAMPLE else pytest.mark.slow) for n in SAVED]
+)
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path):
     """By what was saved and what loads it."""

@@ -87,7 +87,7 @@ def _flags(overlap: bool, distributed: bool) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("overlap", "distributed"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
         (True, True),
         pytest.param(False, True, marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),

@@ -80,6 +80,8 @@ LAYOUTS = {
         "parameters.verify_every=1",
     ),
 }
+SAMPLE = ("tensor parallel, bf16, planned", "level node")
+"""The other layouts are slow tests."""
 
 
 def resumed_from(whole):
@@ -87,7 +89,10 @@ def resumed_from(whole):
     return f"training.load={whole / 'checkpoints'}", f"megatron.ckpt_step={SAVED_AT}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[] if n in SAMPLE else pytest.mark.slow) for n in LAYOUTS],
+)
 def test_resuming_is_bit_exact(tmp_path, layout):
     flags = (*TARGET, *LAYOUTS[layout])
     whole = train(tmp_path, "whole", *flags)

@@ -371,6 +371,7 @@ class TestRuns:
         assert "--overlap-param-gather only supported with" in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.slow
     def test_torchrun_starts_it_too(self, tmp_path):
         """Rank 0 makes the folder, the others wait for it; a mistake is reported once."""
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN)

@@ -155,8 +155,8 @@ TRAINED = (
 @pytest.mark.parametrize(
     ("launcher", "received", "resume"),
     [
-        ("local", signal.SIGKILL, "auto"),
-        ("srun", signal.SIGINT, "must"),
+        pytest.param("local", signal.SIGKILL, "auto", marks=pytest.mark.slow),
+        pytest.param("srun", signal.SIGINT, "must", marks=pytest.mark.slow),
         ("torchrun", signal.SIGKILL, "auto"),
     ],
 )
