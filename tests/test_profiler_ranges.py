@@ -126,6 +126,7 @@ def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp
         mine = [e for e in events if e["name"] == stage and e.get("ph") == "X"]
         assert [e["ts"] for e in mine] == pytest.approx([a["ts"], b["ts"]], abs=5e3)
     assert {e["args"]["iteration"] for e in events if e["name"] == "b0"} == {2, 3}
+    assert all(e["pid"] > 2**22 for e in events if e["name"] == "b0"), "no GPU's, no process's"
     assert not list(tmp_path.glob(".*"))
 
 

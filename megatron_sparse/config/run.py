@@ -246,8 +246,8 @@ class RunConfig(Checked):
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(pipeline_key, pipeline, "model.num_layers", self.model.num_layers)
         divides(
-            f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
-            self.training.micro_batch_size * self.data_parallel,
+            f"training.micro_batch_size * {self.batch_ranks} data-parallel ranks",
+            self.training.micro_batch_size * self.batch_ranks,
             "training.global_batch_size",
             self.global_batch_size,
         )
@@ -288,7 +288,15 @@ class RunConfig(Checked):
         )
 
     @property
+    def batch_ranks(self) -> int:
+        """Ranks, or groups of context-parallel ranks, that take samples of their own."""
+        context = self.megatron.get("context_parallel_size", 1)
+        divided = isinstance(context, int) and context > 0 and self.data_parallel % context == 0
+        # Megatron itself refuses another value.
+        return self.data_parallel // context if divided else self.data_parallel
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of an iteration on all ranks."""
-        one_each = self.training.micro_batch_size * self.data_parallel
+        one_each = self.training.micro_batch_size * self.batch_ranks
         return self.training.global_batch_size or one_each

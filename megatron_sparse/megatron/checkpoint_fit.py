@@ -238,7 +238,7 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
         saved_batch, _ = found[batch_key]
         remedy = (
             f"set {batch_key}={saved_batch}: null means one micro-batch of "
-            f"{config.training.micro_batch_size} on each of {config.data_parallel} data-parallel "
+            f"{config.training.micro_batch_size} on each of {config.batch_ranks} data-parallel "
             f"ranks, so it follows the number of ranks. Or {remedy}"
         )
     raise _error(

@@ -93,7 +93,9 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     with hidden_from_wandb():
         megatron_args = _parse(command_line)
     model_config = model_config_of(megatron_args)
-    plugin = _install(config, run_dir, model_config) if config.plugin else None
+    # An evaluation has no DDP and no gradients to attach to.
+    attaches = config.plugin and not megatron_args.skip_train
+    plugin = _install(config, run_dir, model_config) if attaches else None
     try:
         with _early_exit():
             pretrain(

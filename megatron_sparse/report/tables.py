@@ -6,6 +6,7 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,7 +109,6 @@ def summary_table(runs: Sequence[RunData]) -> Table:
 _UNLIKE = {
     "model": "another model",
     "data": "other data",
-    "training.global_batch_size": "another batch size",
     "cluster.nodes": "another number of nodes",
     "cluster.ranks_per_node": "another number of ranks",
     "cluster.device": "another device",
@@ -124,7 +124,21 @@ def unlike(run: RunData, baseline: RunData) -> list[str]:
     def differs(section: str) -> bool:
         return any(key == section or key.startswith(f"{section}.") for key in unequal)
 
-    return [words for section, words in _UNLIKE.items() if differs(section)]
+    found = [words for section, words in _UNLIKE.items() if differs(section)]
+    return found + ["another batch size"] * (_batch_size(run) != _batch_size(baseline))
+
+
+def _batch_size(run: RunData) -> Any:
+    """Samples of an iteration, given or derived; None where the configuration is not known."""
+    given = run.config.get("training.global_batch_size")
+    multiplied = ("training.micro_batch_size", "cluster.nodes", "cluster.ranks_per_node")
+    divided = ("training.tensor_parallel", "training.pipeline_parallel")
+    factors = [run.config.get(name) for name in multiplied]
+    divisors = [run.config.get(name) for name in divided]
+    divisors.append(run.config.get("megatron.context_parallel_size", 1))
+    if given is not None or None in (*factors, *divisors):
+        return given
+    return prod(factors) // prod(divisors)
 
 
 def _iterations(run: RunData) -> str:

@@ -30,8 +30,8 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError, SweepError, raise_together
 from megatron_sparse.extras import require
 from megatron_sparse.run import composition, launch, sweep
-from megatron_sparse.run.interrupt import end_quickly, reported_by_first_rank
-from megatron_sparse.run.launchers import environment
+from megatron_sparse.run.interrupt import ENDING, end_quickly, reported_by_first_rank
+from megatron_sparse.run.launchers import environment, slurm_ranks
 from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
@@ -118,6 +118,14 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
 
 def _train_each(overrides: Sequence[str], command: str) -> None:
     """Trains the runs of a sweep, after every one of their configurations has been checked."""
+    with reported_by_first_rank():
+        if "RANK" in os.environ or slurm_ranks(os.environ):
+            raise ConfigError(
+                "ranks cannot start a sweep: their processes train one run",
+                expected="one process, or hydra/launcher=submitit_slurm",
+                got="a rank of srun or torchrun",
+                remedy="leave srun or torchrun out, or start the runs one by one",
+            )
     if any("hydra/launcher=submitit" in text for text in overrides):
         require(SUBMITIT, "hands the runs to Slurm", "slurm")
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
@@ -198,8 +206,9 @@ def _no_flag(flag: str) -> ConfigError:
 def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> None:
     """One run of a sweep; called on every rank of it if a launcher of Hydra's started the ranks.
 
-    Returns even if the run fails, so that the others go on. Prints the error itself, because in a
-    job of Slurm nothing else would.
+    Returns even if the run fails, so that the others go on; a signal to the process that starts
+    them one by one ends the sweep. Prints the error itself, because in a job of Slurm nothing else
+    would.
     """
     job = HydraConfig.get()
     assert job.mode == RunMode.MULTIRUN
@@ -220,17 +229,21 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
     if has_reason or os.environ.get("RANK", "0") == "0":
         outcome = sweep.RunEnd(name, code, problem)
         outcome.write(Path(job.runtime.output_dir), replace=has_reason or code == 0)
+    stopped = code in {128 + number for number in ENDING}
+    if stopped and job.runtime.choices["hydra/launcher"] == "basic":
+        sys.exit(code)  # the signal was for the sweep: no other run starts
 
 
 def _check_secrets(overrides: Sequence[str]) -> None:
     """Refuses secrets in a sweep's overrides: Hydra writes those into files of its own.
 
     Raises:
-        ConfigError: a key has the name of a secret.
+        ConfigError: an override has a secret in it.
     """
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
-        if is_secret_name(key):
+        # Or inside the value, as in cluster.env={NAME:VALUE}, or known by its form.
+        if is_secret_name(key) or redact_text(text) != text:
             raise ConfigError(
                 f"{key} cannot be an override of a sweep",
                 expected="a key without a secret: Hydra writes a sweep's overrides into its files",

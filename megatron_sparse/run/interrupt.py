@@ -28,6 +28,8 @@ from megatron_sparse.run.launchers import environment
 
 SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that torch's agent hands on to the ranks."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
 STUCK_S = 4.0

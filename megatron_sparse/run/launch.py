@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -95,7 +97,7 @@ def _launch(config: RunConfig, command: str) -> int:
         with launchers.environment(of_ranks):  # a multirun has several runs in one process
             code = _run_agent(config, run_dir)
     # After an error only where something is saved; the error itself is the last thing otherwise.
-    if code > 128 or (code and resume.has_saved(run_dir)):
+    if code > 128 or (code and resume.has_saved(config, run_dir)):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
 
@@ -120,7 +122,7 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
     # The agent's own files are on the run's disk, too.
-    with _silent_agent(), naming_full_disk(run_dir):
+    with _silent_agent(), _own_handlers(), naming_full_disk(run_dir):
         logs.mkdir(exist_ok=True)
         try:
             with TemporaryDirectory(prefix="reports_", dir=logs) as folder, interrupt.saving(saves):
@@ -133,6 +135,19 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
             print(f"stopped by {error.sigval.name}; see {logs}", file=sys.stderr)
             return 128 + error.sigval
     return 0
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Gives this process its handlers of signals back, which the agent replaces and leaves."""
+    before = {number: signal.getsignal(number) for number in interrupt.ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # None: another library's, which Python cannot set
+                    signal.signal(number, handler)
 
 
 @contextmanager

@@ -148,7 +148,6 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
         )
     refusals.check_optimizer(config)
     vocab_size, data_prefix = training.find_data(config)
-    arguments.check_load(config)
     if asks:
         section.check(config, vocab_size, data_prefix, rank_environment(config))
     return vocab_size
@@ -188,6 +187,8 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     from megatron_sparse.megatron import training
 
     start = find(config)
+    if not start.own:
+        arguments.check_load(config)
     path = start.checkpoint
     if path is None or path.name == checkpoint_folder.RELEASE or start.is_done(config):
         return start

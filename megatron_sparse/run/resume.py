@@ -61,7 +61,8 @@ def find(config: RunConfig) -> Start:
 
     Raises:
         CheckpointError: that of `training.load`, or of `megatron.ckpt_step`, is not complete.
-        ConfigError: `resume=must`, and the run has no complete checkpoint.
+        ConfigError: `resume=must`, and the run has no complete checkpoint; or `training.load` is in
+            the run's own folder, and the run does not go on from it.
     """
     own = run_folder(config) / arguments.CHECKPOINTS
     warnings: tuple[str, ...] = ()
@@ -79,7 +80,15 @@ def find(config: RunConfig) -> Start:
             "checkpoints",
         )
     if config.training.load is not None:
-        return _find_loaded(config, Path(config.training.load))
+        folder = Path(config.training.load)
+        if folder.resolve().is_relative_to(run_folder(config).resolve()):
+            raise ConfigError(
+                "training.load is in the run's own folder, which would be moved aside",
+                expected="a folder outside it, or resume=auto, which goes on from the run's own",
+                got=f"training.load={folder} in a run named {config.name}, resume={config.resume}",
+                remedy="choose another name; or set resume=auto and leave training.load out",
+            )
+        return _find_loaded(config, folder)
     return Start(warnings=warnings)
 
 
@@ -174,9 +183,16 @@ def describe(config: RunConfig, start: Start) -> str:
     return f"resumed at {start.iteration} of {total}"
 
 
-def has_saved(run_dir: Path) -> bool:
+def has_saved(config: RunConfig, run_dir: Path) -> bool:
     """Whether a run's folder has a complete checkpoint."""
-    return checkpoint_folder.choose(run_dir / arguments.CHECKPOINTS).iteration is not None
+    return _newest(config, run_dir) is not None
+
+
+def _newest(config: RunConfig, run_dir: Path) -> int | None:
+    """The iteration of the newest complete checkpoint, temporary ones included."""
+    folders = arguments.checkpoint_folders(config, run_dir / arguments.CHECKPOINTS)
+    found = [checkpoint_folder.choose(folder).iteration for folder in folders]
+    return max((each for each in found if each is not None), default=None)
 
 
 _OF_THE_START = ("resume", "megatron.ckpt_step")
@@ -196,8 +212,7 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
         run_dir: its folder.
         command: that started it.
     """
-    folder = run_dir / arguments.CHECKPOINTS
-    done = checkpoint_folder.choose(folder).iteration
+    done = _newest(config, run_dir)
     if done is None:
         return (
             "no checkpoint is saved; training.save_interval=N saves one every N iterations, "
@@ -207,5 +222,7 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     if done >= total:
         return f"the last checkpoint has iteration {done} of {total}: nothing is left to do"
     words = [word for word in shlex.split(command) if _key(word) not in _OF_THE_START]
-    again = redact_command(shlex.join([*words, "resume=must"]))
+    # Of a sweep, some runs may not have begun.
+    is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
+    again = redact_command(shlex.join([*words, f"resume={'auto' if is_sweep else 'must'}"]))
     return f"the last checkpoint has iteration {done} of {total}; to go on:\n  {again}"

@@ -91,7 +91,7 @@ def run_started(config: RunConfig, command: str) -> int:
     held = ExitStack()  # gets the lock of the run's folder
     try:
         config = preparation.decide(config)
-        os.environ.update(preparation.rank_environment(config))
+        _set_environment(preparation.rank_environment(config))
         nodes, ranks_per_node = config.cluster.nodes, config.cluster.ranks_per_node
         os.environ.update(node_of_cluster(os.environ, nodes, ranks_per_node))
         agreed = _agree_on_folder(config, command, store, rank, held)
@@ -155,6 +155,16 @@ def _meet() -> tuple[Any, int]:
             remedy="set MASTER_PORT to another port, the same on every rank",
         ) from None
     return store, rank
+
+
+def _set_environment(chosen: dict[str, str]) -> None:
+    """Sets the variables of this rank; the number of threads also in torch, which is loaded."""
+    import torch
+
+    threads = chosen["OMP_NUM_THREADS"]
+    if "OMP_NUM_THREADS" not in os.environ and threads.isdecimal():
+        torch.set_num_threads(int(threads))
+    os.environ.update(chosen)
 
 
 def _survive_early_signals(config: RunConfig) -> None:

@@ -49,6 +49,8 @@ class Timeline:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        # Torch's trace numbers GPUs from 0 on, and processes, which Linux numbers below 2**22.
+        self._pid = 2**23 + rank
         self._rows: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
 
@@ -94,7 +96,7 @@ class Timeline:
         Args:
             origin_us: microseconds of `time.perf_counter` at which the trace's times are 0.
         """
-        common = {"ph": "M", "pid": self._rank}  # M: an event that names something
+        common = {"ph": "M", "pid": self._pid}  # M: an event that names something
         process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
         rows = [common | process] + [
             common | {"name": "thread_name", "tid": row, "args": {"name": name}}
@@ -110,7 +112,7 @@ class Timeline:
             {
                 "ph": "X",  # an event with a duration
                 "name": name,
-                "pid": self._rank,
+                "pid": self._pid,
                 "tid": row,
                 "ts": begin_s * 1e6,
                 "dur": (end_s - begin_s) * 1e6,

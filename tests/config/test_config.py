@@ -222,6 +222,17 @@ class TestRun:
         assert config.global_batch_size == 6
         assert config.sparse.parameters is config.parameters
 
+    def test_the_ranks_of_a_context_parallel_group_take_one_batch(self):
+        training = TrainingConfig(micro_batch_size=1, global_batch_size=1)
+        cluster, megatron = ClusterConfig(ranks_per_node=2), {"context_parallel_size": 2}
+        RunConfig(cluster=cluster, training=training, megatron=megatron)
+        assert (
+            RunConfig(
+                cluster=cluster, megatron=megatron, training=TrainingConfig(micro_batch_size=3)
+            ).global_batch_size
+            == 3
+        )
+
     @pytest.mark.parametrize(
         ("iterations", "given", "taken"),
         [

@@ -63,6 +63,11 @@ MISTAKES = (
     Mistake("train preset=balancd", "did you mean balanced?"),
     Mistake("train cluster=perlmuter", "did you mean perlmutter?"),
     Mistake("train scheme=agspars", "did you mean agsparse?"),
+    Mistake(
+        "train --multirun data=mock scheme=dense,direct",
+        "cannot start a sweep",
+        ranks={"RANK": "0", "WORLD_SIZE": "2"},
+    ),
     train("model.layers=4", "did you mean model.num_layers?"),
     train("training.train_iters=100", "did you mean training.iterations?"),
     train("micro_batch_size=4", "did you mean training.micro_batch_size?"),

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -195,6 +196,16 @@ def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
     table = cells(tables.summary_table(runs))
     assert table["against A"][1] == "not compared: another model"
     assert table["iterations"] == ["12", "9"]
+
+
+def test_a_batch_size_that_follows_from_others_is_compared(run):
+    keys = {"training.micro_batch_size": 2, "cluster.nodes": 1, "cluster.ranks_per_node": 4}
+    keys |= {"training.tensor_parallel": 1, "training.pipeline_parallel": 2}
+    first = replace(load_run(run, 0), config=keys)
+    larger = replace(first, config=keys | {"training.micro_batch_size": 8})
+    assert tables.unlike(first, larger) == ["another batch size"]
+    same = replace(first, config=keys | {"training.global_batch_size": 4})
+    assert tables.unlike(first, same) == []
 
 
 def test_the_baseline_is_shown_first(run, tmp_path):

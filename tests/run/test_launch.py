@@ -1,6 +1,8 @@
 """The launcher: the run's folder, the environment of the ranks, Slurm's variables."""
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import preparation
 from megatron_sparse.run.composition import compose, load
+from tests.programs import ended
 from tests.run.fault_job import checkpoint
 
 ENGINE = ("scheme=direct", "scheme.capacity=1.5", "scheme.nccl_engine=true")
@@ -143,6 +146,15 @@ class TestEnvironment:
         assert found["OMP_NUM_THREADS"] == "1"
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert of(CUDA)["OMP_NUM_THREADS"] == "3"
+
+    def test_torch_that_is_loaded_gets_its_number_of_threads(self):
+        script = (
+            "import torch; from megatron_sparse.run.worker import _set_environment as set_\n"
+            "set_({'OMP_NUM_THREADS': '3'}); print(torch.get_num_threads())"
+        )
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        said = ended([sys.executable, "-c", script], check=True, env=environment).stdout
+        assert int(said) == 3
 
     def test_one_hardware_queue_where_megatron_demands_it(self, of, monkeypatch):
         name = "CUDA_DEVICE_MAX_CONNECTIONS"

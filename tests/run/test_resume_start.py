@@ -107,6 +107,13 @@ class TestWhatIsLeft:
         anew = start_of(runs, *overrides, "megatron.finetune=true", iterations=50)
         assert anew.iteration == 0
 
+    def test_a_load_from_the_folder_that_would_be_moved_aside(self, runs):
+        with pytest.raises(ConfigError, match="run's own folder"):
+            start_of(runs, "resume=never", f"training.load={runs / 'mine/checkpoints'}")
+
+    def test_its_own_checkpoint_needs_no_other(self, runs):
+        assert start_of(runs, "resume=auto", "training.load=gone").own
+
     def test_from_scratch_says_nothing(self, runs):
         config = config_of(runs, "resume=never")
         assert resume.describe(config, resume.find(config)) == ""
@@ -357,6 +364,16 @@ class TestEnd:
         (checkpoint(runs / "mine/checkpoints", 2) / ".metadata").unlink()
         said = resume.go_on(config, runs / "mine", command)
         assert "the last checkpoint has iteration 1 of 5" in said
+
+    def test_a_temporary_checkpoint_counts_and_a_sweep_goes_on_with_all_its_runs(self, runs):
+        checkpoints = runs / "mine/checkpoints"
+        checkpoints.rename(runs / "moved")
+        checkpoints.mkdir()
+        (runs / "moved").rename(checkpoints / "non_persistent")
+        config = config_of(runs, "megatron.non_persistent_ckpt_type=global", iterations=5)
+        said = resume.go_on(config, runs / "mine", "megatron-sparse train --multirun seed=1,2")
+        assert "the last checkpoint has iteration 2 of 5" in said
+        assert said.endswith(" resume=auto")
 
     def test_no_checkpoint(self, tmp_path):
         said = resume.go_on(config_of(tmp_path), tmp_path, "megatron-sparse train")

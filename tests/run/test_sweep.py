@@ -80,6 +80,17 @@ class TestMultirun:
         codes = {o.name: o.exit_code for o in sweep.outcomes(tmp_path / "sweep")}
         assert codes == {"run_scheme-dense": 2, "run_scheme-zen": 7, "run_scheme-direct": 0}
 
+    def test_a_signal_ends_the_sweep(self, monkeypatch, tmp_path):
+        started = []
+
+        def stopped(config):
+            started.append(config.name)
+            return 130
+
+        with pytest.raises(SystemExit, match="130"):
+            self.sweep(monkeypatch, tmp_path, stopped, "scheme=dense,zen,direct")
+        assert started == ["run_scheme-dense"]
+
     def test_a_rank_without_a_reason_leaves_the_reason_of_another(self, monkeypatch, tmp_path):
         """In a job of Slurm, where another rank may report first."""
         reason = sweep.RunEnd("run_scheme-zen", 2, "no data")
