@@ -249,7 +249,16 @@ def begin(runs: Sequence[Run], header: str) -> None:
         ConfigError: an override is wrong, or the folder cannot be made.
     """
     for run in runs:
-        _ = run.config  # raises where an override is wrong
+        total = run.config.training.iterations
+        interval = run.config.megatron.get("log_interval", 1)
+        # Where validations do not count, the printed iterations do.
+        if not run.validates and total % interval:
+            raise ConfigError(
+                f"bench {run.bench}: Megatron would not print the last iterations",
+                expected=f"iterations that megatron.log_interval={interval} divides",
+                got=total,
+                remedy="change --warmup or --iters, or megatron.log_interval",
+            )
     try:
         runs[0].out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
