@@ -133,8 +133,8 @@ def _batch_size(run: RunData) -> Any:
     given = run.config.get("training.global_batch_size")
     multiplied = ("training.micro_batch_size", "cluster.nodes", "cluster.ranks_per_node")
     divided = ("training.tensor_parallel", "training.pipeline_parallel")
-    factors = [run.config.get(name) for name in multiplied]
-    divisors = [run.config.get(name) for name in divided]
+    factors: list[Any] = [run.config.get(name) for name in multiplied]
+    divisors: list[Any] = [run.config.get(name) for name in divided]
     divisors.append(run.config.get("megatron.context_parallel_size", 1))
     if given is not None or None in (*factors, *divisors):
         return given
