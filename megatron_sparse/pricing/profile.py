@@ -137,7 +137,7 @@ class SparsityProfile:
             world_size: ranks.
         """
         # Densities of the sums of k ranks.
-        sums = {k: 1 - (1 - density) ** k for k in union_counts(world_size)}
+        sums = {k: _any_of(density, k) for k in union_counts(world_size)}
         sum_of_all = sums[world_size]
         partitions = partition_counts(numel, world_size)
         return cls(
@@ -149,8 +149,8 @@ class SparsityProfile:
             sum_skewness=dict.fromkeys(partitions, 1.0),
             # Of |A| = |B| = d N elements, d of A's are in B.
             overlap=(density,) * len(QUANTILES),
-            block_density={size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
-            sum_block_density={size: 1 - (1 - sum_of_all) ** size for size in BLOCK_SIZES},
+            block_density={size: _any_of(density, size) for size in BLOCK_SIZES},
+            sum_block_density={size: _any_of(sum_of_all, size) for size in BLOCK_SIZES},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,6 +183,11 @@ class SparsityProfile:
             except (TypeError, ValueError, AttributeError) as error:
                 raise _wrong(name, "numbers as to_dict writes them", error) from None
         return cls(**values)
+
+
+def _any_of(density: float, count: int) -> float:
+    """1 - (1 - density)^count, without the rounding that takes it below a tiny `density`."""
+    return -math.expm1(count * math.log1p(-density)) if density < 1 else 1.0
 
 
 def _whole(value: object) -> int:

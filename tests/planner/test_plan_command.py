@@ -36,6 +36,14 @@ def test_buckets_by_size(tmp_path, capsys):
     assert "assumed uniform" in printed
 
 
+def test_the_least_density(tmp_path):
+    """1 - (1 - d)^k is below d there, if it is rounded."""
+    out = tmp_path / "plan.jsonl"
+    arguments = ("--bucket-bytes", "8G", "--ranks", 3, "--cluster", "ethernet_25gbit", *FEW)
+    assert run(*arguments, "--density", 1e-9, "--json", out) == 0
+    assert json_lines(out)[0]["chosen"] != "dense"
+
+
 def test_values_of_few_bits(tmp_path, capsys):
     arguments = ("--bucket-bytes", "64M", "--ranks", 4, "--cluster", "ethernet_25gbit", *FEW)
     rows = []
