@@ -19,7 +19,7 @@ import dataclasses
 import io
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +39,8 @@ FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap", "rice", "ri
 `rice_q4` and `dense_q4` have values of 4 bits, with and without indices."""
 PAIRS_END = 1 / 32
 """Density from which a record of `pairs` holds a bitmap, which is smaller for every dtype."""
+# More for one message, byte or element is no measurement, and sums of it could become infinite.
+_MOST_S = 3600.0
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
 _REMEASURE = "measure anew: megatron-sparse calibrate --output FILE --force"
 
@@ -88,8 +90,8 @@ class CodecRate:
         one_of("op", self.op, tuple(CodecOp))
         one_of("format", self.format, FORMATS)
         in_range("density", self.density, 0, 1, low_open=True)
-        in_range("seconds_per_call", self.seconds_per_call, 0, math.inf)
-        in_range("seconds_per_element", self.seconds_per_element, 0, math.inf)
+        in_range("seconds_per_call", self.seconds_per_call, 0, _MOST_S)
+        in_range("seconds_per_element", self.seconds_per_element, 0, _MOST_S)
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,18 @@ class ClusterModel:
         object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))  # 4.0 is a whole number
         for kind in ("intra", "inter", "dense"):
             link = getattr(self, kind)
-            in_range(f"{kind}.alpha_s", link.alpha_s, 0, math.inf)
-            in_range(f"{kind}.beta_s", link.beta_s, 0, math.inf)
-        in_range("host_s_per_message", self.host_s_per_message, 0, math.inf)
-        in_range("host_s_per_bucket", self.host_s_per_bucket, 0, math.inf)
+            in_range(f"{kind}.alpha_s", link.alpha_s, 0, _MOST_S)
+            in_range(f"{kind}.beta_s", link.beta_s, 0, _MOST_S)
+        in_range("host_s_per_message", self.host_s_per_message, 0, _MOST_S)
+        in_range("host_s_per_bucket", self.host_s_per_bucket, 0, _MOST_S)
+        counts = Counter((rate.op, rate.format, rate.density) for rate in self.codec)
+        for (op, form, density), count in counts.items():
+            if count > 1:
+                raise ConfigError(
+                    f"codec has {op} {form} at density {density:g} more than once",
+                    expected="one rate for each operation, format and density",
+                    got=count,
+                )
         for form, densities in self.ring_densities.items():
             one_of("ring_densities", form, tuple(RING_DENSITIES))
             if len(densities) != 3:
@@ -211,8 +221,8 @@ class ClusterModel:
             known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
             raise ConfigError(
                 f"cluster {self.name} has no codec rate for {op} {format}",
-                expected=", ".join(known),
-                got=f"{op} {format}",
+                expected=f"a rate for {op} {format}",
+                got=", ".join(known) or "no rates",
                 remedy=_REMEASURE,
             )
         # Rates are those of fp32, of 4 bytes.
