@@ -4,6 +4,7 @@
 #   PYTHON         the interpreter: $PYTHON, that of an active environment, or that of .venv
 #   MASTER_ADDR    the job's first node; MASTER_PORT: a port computed from the job's number
 #   cluster        NAME of the argument `cluster=NAME`, or empty
+#   variables      NAME=VALUE of the arguments `cluster.env.NAME=VALUE`, without those that are set
 #   restarting     the overrides that let a job continue after Slurm has restarted it
 #
 # and defines preflight and train. Every failure prints one message and exits with code 2.
@@ -21,7 +22,7 @@ fail() {
 
 # setup ARGUMENT...: takes the arguments of the training; sets the variables listed above.
 setup() {
-  local argument
+  local argument name value
   if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
     fail "this is not a Slurm job" "sbatch scripts/train_srun.sbatch ARGUMENT..." "no SLURM_JOB_NODELIST" \
       "submit it with sbatch; without Slurm: scripts/train.py"
@@ -40,9 +41,16 @@ setup() {
   # Jobs that share a node must not share a port.
   MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
   export PYTHON MASTER_ADDR MASTER_PORT PYTHONUNBUFFERED=1
-  cluster=""
+  cluster="" variables=()
   for argument in "$@"; do
-    case $argument in cluster=*) cluster=${argument#cluster=} ;; esac
+    case $argument in
+      cluster=*) cluster=${argument#cluster=} ;;
+      cluster.env.*=* | +cluster.env.*=* | ++cluster.env.*=*)
+        name=${argument#*cluster.env.} value=${argument#*=}
+        name=${name%%=*} value=${value#[\'\"]} # Hydra takes quotes around a value
+        if [ -z "${!name+set}" ]; then variables+=("$name=${value%[\'\"]}"); fi
+        ;;
+    esac
   done
   echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_JOB_NODELIST," \
     "rendezvous at $MASTER_ADDR:$MASTER_PORT"
@@ -85,8 +93,8 @@ gone_nodes() {
 }
 
 # preflight COMMAND...: measures the job's links, before it spends hours; ends it if a rank does not
-# come. COMMAND starts the arguments that follow it on every rank. MEGATRON_SPARSE_PREFLIGHT=off
-# skips this.
+# come. COMMAND starts the arguments that follow it on every rank, in the environment that the
+# training will have. MEGATRON_SPARSE_PREFLIGHT=off skips this.
 preflight() {
   local mode=${MEGATRON_SPARSE_PREFLIGHT:-on}
   local arguments=(calibrate --quick --force --output "megatron-sparse-$SLURM_JOB_ID.yaml")
@@ -96,7 +104,7 @@ preflight() {
     *) fail "MEGATRON_SPARSE_PREFLIGHT is unknown" "on | off" "$mode" "unset it" ;;
   esac
   if [ -n "$cluster" ]; then arguments+=(--env "$cluster"); fi
-  "$@" -m megatron_sparse.cli.main "${arguments[@]}" || {
+  env "${variables[@]}" "$@" -m megatron_sparse.cli.main "${arguments[@]}" || {
     local code=$?
     echo "error: the pre-flight check failed with code $code; the lines above say why;" \
       "sbatch --exclude=NODE avoids it" >&2
