@@ -20,6 +20,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError, DependencyError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.telemetry.sinks import hidden_from_wandb
+from megatron_sparse.transport.peer_links import check_gloo_interfaces
 
 _KNOWN_NOISE = (
     # Repeated a dozen times on a machine without these packages; `doctor` reports it once.
@@ -67,12 +68,13 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
 
     Raises:
         CheckpointError: Megatron cannot load the checkpoint.
-        ConfigError: Megatron refuses the configuration.
+        ConfigError: Megatron refuses the configuration, or gloo's network interface is missing.
         DatasetError: the corpus is missing or damaged.
         DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that the plugin hooks.
     """
     silence_known_noise()
+    check_gloo_interfaces()
     vocab_size, data_prefix = find_data(config)
     if config.tracking.wandb != "disabled":
         _set_wandb_environment(config, run_dir)

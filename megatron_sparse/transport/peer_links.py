@@ -28,6 +28,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_sparse.errors import ConfigError
+
 BEAT_S = 1.0
 CONNECT_S = 5.0
 LONGEST_LINE = 1 << 20
@@ -351,6 +353,25 @@ class PeerLinks:
             self._links.remove(link)
             self._selector.unregister(link.socket)
             link.socket.close()
+
+
+def check_gloo_interfaces() -> None:
+    """Refuses a name in GLOO_SOCKET_IFNAME that is no interface of this host.
+
+    Raises:
+        ConfigError: gloo would fail with the name alone.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    existing = [name for _, name in socket.if_nameindex()]
+    absent = [name for name in chosen.split(",") if chosen and name not in existing]
+    if absent:
+        raise ConfigError(
+            "gloo's network interface does not exist",
+            expected=f"in GLOO_SOCKET_IFNAME one of {', '.join(existing)}",
+            got=f"{', '.join(absent)}, on {socket.gethostname()}",
+            remedy="set cluster.env.GLOO_SOCKET_IFNAME to the interface between the nodes; an "
+            "exported GLOO_SOCKET_IFNAME comes before it",
+        )
 
 
 def own_hosts() -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport import liveness, peer_links
 from megatron_sparse.transport.liveness import PeerLiveness
 from megatron_sparse.transport.operation import Operation
-from megatron_sparse.transport.peer_links import PeerLinks, own_hosts
+from megatron_sparse.transport.peer_links import PeerLinks, check_gloo_interfaces, own_hosts
 from tests.waiting import DEADLINE_S, until
 
 
@@ -130,6 +131,9 @@ def test_joining_with_a_wrong_invitation_is_an_error(star):
 def test_the_interface_that_gloo_uses_comes_first(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert own_hosts()[0] == "127.0.0.1"
+    check_gloo_interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none_of_that_name")
+    with pytest.raises(ConfigError, match=r"got: *none_of_that_name, on "):
+        check_gloo_interfaces()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert own_hosts()[0] in ("127.0.0.1", "::1")

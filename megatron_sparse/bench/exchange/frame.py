@@ -29,6 +29,7 @@ from megatron_sparse.run import launchers, local_ranks
 from megatron_sparse.run.rows import CellRow, show_progress, write_rows
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
 from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
+from megatron_sparse.transport.peer_links import check_gloo_interfaces
 
 LINGER_S = 5.0
 
@@ -50,7 +51,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
-        ConfigError: the engine without a GPU.
+        ConfigError: the engine without a GPU, or gloo without its network interface.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         if on_cuda:
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self._device)
+        else:
+            check_gloo_interfaces()
         dist.init_process_group(
             self.backend,
             store=store,
