@@ -110,7 +110,7 @@ _UNLIKE = {
     "model": "another model",
     "data": "other data",
     "cluster.nodes": "another number of nodes",
-    "cluster.ranks_per_node": "another number of ranks",
+    "cluster.ranks_per_node": "another number of ranks on a node",
     "cluster.device": "another device",
 }
 """Keys, or sections, whose difference forbids comparing times and losses; and how it is called."""

@@ -190,11 +190,12 @@ def test_gathers_of_parameters_are_shown_beside_gradients(run, tmp_path):
 
 
 def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
-    model = {"model": {"num_layers": 4}}
-    other = make_run(tmp_path / "other", "other", iterations=9, config=model)
+    unlike = {"model": {"num_layers": 4}, "cluster": {"ranks_per_node": 1}}
+    other = make_run(tmp_path / "other", "other", iterations=9, config=unlike)
     runs = [load_run(run, 0), load_run(other, 1)]
     table = cells(tables.summary_table(runs))
-    assert table["against A"][1] == "not compared: another model"
+    words = "not compared: another model, another number of ranks on a node"
+    assert table["against A"][1] == words
     assert table["iterations"] == ["12", "9"]
 
 
