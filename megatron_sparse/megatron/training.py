@@ -166,6 +166,9 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
     mode = wandb_mode(config.tracking)
     os.environ |= {"WANDB_MODE": mode, "WANDB_RUN_ID": run_id(run_dir / "wandb")}
     os.environ.setdefault("WANDB_SILENT", "true")
+    for place in ("CACHE", "DATA"):
+        # For each checkpoint Megatron writes there; a job's home may be read-only or full.
+        os.environ.setdefault(f"WANDB_{place}_DIR", str(run_dir / "wandb" / place.lower()))
     if mode == "online":
         os.environ["WANDB_RESUME"] = "allow"
     import wandb

@@ -35,8 +35,8 @@ def run(tmp_path_factory) -> Path:
         patch.setenv("SLURM_EXPORT_ENV", f"ALL,PGPASS={SECRET}")
         patch.setenv("SLURM_JOB_ID", "7")
         patch.setenv(SLOW_RANK, f"1:{SLOW_MS}")
-        for place in ("CONFIG", "CACHE", "DATA"):
-            patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
+        patch.setenv("WANDB_CONFIG_DIR", str(folder / "home"))
+        patch.setenv("HOME", "/proc/none")  # a job's home may be out of reach
         return launch(
             folder,
             "tracked",
