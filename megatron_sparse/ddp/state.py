@@ -116,6 +116,7 @@ class DDPState(HostState):
         self._unused_in_a_row = 0
         self._is_plain = False  # whether a `plain` block is open
         self._is_closed = False
+        self._unwatch: list[weakref.finalize] = []
         self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
         self._buckets = DDPBuckets(
             ddp.module,
@@ -191,9 +192,12 @@ class DDPState(HostState):
                 state._step_taken(optimizer)
 
         # "any": at the first gradient of a pass.
-        torch.autograd.graph.register_multi_grad_hook(self._trained, begins, mode="any")
-        step_hook = register_optimizer_step_post_hook(taken)
-        weakref.finalize(self, step_hook.remove)
+        hooks = (
+            torch.autograd.graph.register_multi_grad_hook(self._trained, begins, mode="any"),
+            register_optimizer_step_post_hook(taken),
+        )
+        # The parameters and torch outlive the state.
+        self._unwatch = [weakref.finalize(self, hook.remove) for hook in hooks]
 
     def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer changes any parameter of the model."""
@@ -418,6 +422,8 @@ class DDPState(HostState):
     def close(self) -> None:
         """Ends the thread and releases the process group; DDP cannot be used afterwards."""
         self._is_closed = True
+        for remove_hook in self._unwatch:
+            remove_hook()
         self.progress.close()
         self._transport.close(broken=self.progress.broken)
 

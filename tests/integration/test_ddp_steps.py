@@ -238,3 +238,16 @@ def test_a_model_with_the_hook_is_copied_and_saved():
     for step, residual in run_ranks(_copied, 2):
         assert step == 1
         assert residual.any()
+
+
+def _closed(rank, world_size):
+    """Hooks on a parameter before and after the state is closed."""
+    ddp, _, state = _hooked(**FIVE_PERCENT)
+    hooks = ddp.module.weight._backward_hooks
+    before = len(hooks)
+    state.close()
+    return before, len(hooks)
+
+
+def test_a_closed_state_leaves_no_hook_on_the_parameters():
+    assert run_ranks(_closed, 1) == [(1, 0)]
