@@ -41,13 +41,14 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import cast
 
 import numpy as np
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts, Layout, ParameterSlice
 from megatron_sparse.collectives.accumulator import partial_name, store
 from megatron_sparse.collectives.base import (
     Exchange,
@@ -63,6 +64,7 @@ from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, un
 from megatron_sparse.collectives.direct import cost as direct_cost
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import pairwise_rounds
+from megatron_sparse.collectives.records import CUTS
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
@@ -166,7 +168,10 @@ class LaneParts:
             ParameterSlice(str(number), start - part.start, stop - part.start, keep)
             for number, (start, stop, keep) in enumerate(self._segments(part))
         ]
-        return Bucket(f"{self._bucket.name}/lane", values_N[part], slices, op, nodes)
+        layouts = _lane_layouts(self._layout, tuple(map(tuple, lanes.members)), lanes.lane)
+        return Bucket(
+            f"{self._bucket.name}/lane", values_N[part], slices, op, nodes, layouts=layouts
+        )
 
     def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
         """The bucket's segments that lie in a part: (start, stop, whether it is always dense).
@@ -188,6 +193,17 @@ class LaneParts:
                 for segment in range(*self._layout.shard_segments[owner : owner + 2]):
                     start, stop = offsets[segment] + shift, offsets[segment + 1] + shift
                     yield start, stop, bool(keeps[segment])
+
+
+@lru_cache(CUTS)
+def _lane_layouts(
+    layout: Layout, members: tuple[tuple[int, ...], ...], lane: int
+) -> dict[tuple[bool, Cuts], Layout]:
+    """The layouts of a lane's bucket, which is made anew each step; kept for the next one.
+
+    What is computed from a layout is kept too (`records`), and would pile up with a new one a step.
+    """
+    return {}
 
 
 def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Tensor:

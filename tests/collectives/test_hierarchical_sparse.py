@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives.dense_hierarchical import Lanes
+from megatron_sparse.collectives.hierarchical import LaneParts
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import ProgressThread
@@ -35,6 +37,19 @@ def test_ranks_need_not_be_numbered_node_by_node(op):
     nodes = (1, 0, 1, 0, 1)
     case = Case("hierarchical", 5, op)
     assert_exact(case, run_case(case, wrap=lambda t: Forwarding(t, nodes=nodes)).results)
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_a_lane_keeps_its_layout_for_the_next_step(op):
+    """Else what is computed from layouts would pile up: the caches' keys are layouts."""
+    bucket, nodes = make_bucket(Case("hierarchical", 4, op), 0), (0, 0, 1, 1)
+    whole = bucket.layout(sharded=op is CollectiveOp.REDUCE_SCATTER)
+
+    def lane_layout(rank):
+        lane = LaneParts(bucket, whole, Lanes(nodes, rank)).lane_bucket(bucket.grad_N)
+        return lane.layout(sharded=True)
+
+    assert lane_layout(0) is lane_layout(0) is not lane_layout(1)
 
 
 def test_a_bf16_gradient_is_rounded_once_at_the_end():
