@@ -249,7 +249,9 @@ MISTAKES = (
     Mistake("bench training --netbed", "--mbit R"),
     Mistake("bench training --delay-ms=30", "0 without --netbed"),
     Mistake("bench training --netbed --mbit=100 --ranks=3 --sites=2", "an even number of hosts"),
-    Mistake("bench training --iters=4 megatron.log_interval=10", "megatron.log_interval=10 divides"),
+    Mistake(
+        "bench training --iters=4 megatron.log_interval=10", "megatron.log_interval=10 divides"
+    ),
     Mistake("bench training --density=0", "(0, 1]"),
     Mistake("bench training --slow-rank=1", "no plain"),
     Mistake("bench training --scheme=dense --slow-rank=2", "0 to 1"),
