@@ -27,10 +27,11 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.checkpointing import get_checkpoint_name, get_loaded_iteration
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, checkpoint_folder, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
@@ -263,9 +264,23 @@ class Plugin:
             self._saves_sharded = False
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's load, then the plugin's from the same folder; returns Megatron's result."""
+        """Megatron's load, then the plugin's from the same folder; returns Megatron's result.
+
+        Raises:
+            CheckpointError: files of the checkpoint are damaged.
+        """
         original = self._originals["load_checkpoint"]
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except CheckpointException as error:  # torch's; every rank has it
+            reason, _ = next(iter(error.failures.values()))
+            raise CheckpointError(
+                "Megatron cannot read the checkpoint",
+                expected="files as they were saved",
+                got=f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}",
+                remedy="go back: write the iteration of an older checkpoint into "
+                f"{checkpoint_folder.TRACKER}",
+            ) from error
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import interrupt, launchers, preparation, resume, worker
 from megatron_sparse.run.full_disk import naming_full_disk, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
@@ -96,8 +96,9 @@ def _launch(config: RunConfig, command: str) -> int:
         of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
         with launchers.environment(of_ranks):  # a multirun has several runs in one process
             code = _run_agent(config, run_dir)
-    # After an error only where something is saved; the error itself is the last thing otherwise.
-    if code > 128 or (code and resume.has_saved(config, run_dir)):
+    # After an error only where something is saved, and not after one that the next start repeats.
+    repeats = code in (0, MegatronSparseError.exit_code)
+    if code > 128 or (not repeats and resume.has_saved(config, run_dir)):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
 

@@ -8,7 +8,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.checkpoint_folder import track
 from tests.megatron.checkpoint_cases import saved_tensors
 from tests.megatron.test_pretrain import ITERATIONS, PRUNED, lines, losses, train
@@ -147,6 +149,17 @@ def test_residuals_come_from_the_folder_that_was_loaded(tmp_path, monkeypatch, o
     load = {"load_checkpoint": lambda model, load_arg="load": (override, 0)}
     plugin.Plugin._load_checkpoint(SimpleNamespace(_originals=load, attachment=object()), None)
     assert taken == [(folder / f"iter_{loaded:07d}", override)]
+
+
+def test_a_damaged_file_is_a_typed_error():
+    def load():
+        raise CheckpointException("read", {1: _wrap_exception(ValueError("no zip\nat all"))})
+
+    from megatron_sparse.megatron import plugin
+
+    host = SimpleNamespace(_originals={"load_checkpoint": load}, attachment=object())
+    with pytest.raises(CheckpointError, match=r"ValueError: no zip\n.*older checkpoint"):
+        plugin.Plugin._load_checkpoint(host)
 
 
 @pytest.mark.slow
