@@ -234,7 +234,8 @@ case $1 in
     up
     if [ "$1" = hold ]; then
       # The kernel closes standard input however the process that holds its other end ends.
-      trap down EXIT
+      # A second signal must not end it half-way.
+      trap 'trap "" HUP INT TERM; down' EXIT
       cat >/dev/null
     fi
     ;;
