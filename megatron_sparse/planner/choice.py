@@ -9,9 +9,9 @@ bucket, with the costs of codecs and host.
 Until a profile is measured, the planner assumes independent uniform positions. Ranks sample a
 profile (`sampling`) in the first steps of ramp and target, whenever the target density has fallen
 by half since, and every `Pace.profile_every` steps. Sampling needs a message, so a dense bucket
-uses the best sparse candidate in such a step, unless no sparse candidate would be cheaper than
-dense even at full overlap. A bucket changes its scheme only for a gain of more than
-`Pace.hysteresis`.
+uses the best sparse candidate in such a step. Where no sparse candidate would be cheaper than dense
+even at full overlap, it does so only when the target density has fallen by half. A bucket changes
+its scheme only for a gain of more than `Pace.hysteresis`.
 
 All ranks decide alike. They use only the configuration and exchanged numbers, which are the same
 bits on every rank, in the same order; nothing is decided from timing (`reduction.setting_trials`
@@ -52,8 +52,11 @@ from megatron_sparse.planner.prices import (
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.sparsity.sampling import sample_profile
+from megatron_sparse.transport import Transport
+from megatron_sparse.transport.topology import members_of
 
 PRICED_OPTIONS = (
+    "wire_dtype",
     "format",
     "capacity",
     "block_size",
@@ -115,6 +118,15 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
+        # Of each group on several nodes the ranks on each, by the group's ranks.
+        self._nodes: dict[int, tuple[int, ...]] = {}
+
+    def join(self, transport: Transport) -> None:
+        """See `Planner`. The group is priced on its own nodes; the file's may have more ranks."""
+        super().join(transport)
+        nodes = tuple(map(len, members_of(transport.nodes)))
+        if len(nodes) > 1:
+            self._nodes[transport.world_size] = nodes
 
     # The choice
 
@@ -145,7 +157,9 @@ class PricedPlanner(Planner):
             bucket.grad_N.device.type,
         )
         # From a profile: microseconds by scheme.
-        price = partial(prices_us, shape, cluster=self._cluster, options=self._scheme, names=names)
+        nodes = self._nodes.get(bucket.world_size * bucket.lanes, self._cluster.nodes)
+        cluster = replace(self._cluster, nodes=nodes)
+        price = partial(prices_us, shape, cluster=cluster, options=self._scheme, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
         before, best = state.chosen, least(prices, prices.keys())
@@ -155,6 +169,8 @@ class PricedPlanner(Planner):
         if SCHEMES[best].takes_all:
             best_case = price(fully_overlapping(profile))
             state.hopeless = SCHEMES[least(best_case, best_case.keys())].takes_all
+            if state.hopeless:
+                state.profile_density = density
         basis = "sampled" if state.profile else "assumed uniform"
         state.chosen = best
         state.reason = explain(best, prices, f"density {profile.density:.3g} {basis}")
@@ -167,14 +183,16 @@ class PricedPlanner(Planner):
 
     def _is_sampled(self, state: BucketState, step: int, density: float) -> bool:
         """Whether the bucket's sparsity is sampled in this step; the module says when."""
-        if state.hopeless or density >= 1 or not _sparse(state):
-            return False  # no sample would change the choice, or no message could be sampled
+        if density >= 1 or not _sparse(state):
+            return False  # no message could be sampled
+        has_halved = density <= state.profile_density / 2
+        if state.hopeless:
+            return has_halved  # at this density no sample would change the choice
         ramp_start = self._compression.warmup
         target_start = ramp_start + self._compression.ramp
         steps_in_phase = step - (ramp_start if step < target_start else target_start)
         is_early = steps_in_phase < self._pace.profile_iters
         is_due = steps_in_phase % self._pace.profile_every == 0
-        has_halved = density <= state.profile_density / 2
         return is_early or is_due or has_halved
 
     def _state_of(self, bucket: Bucket) -> BucketState:
@@ -228,13 +246,15 @@ class PricedPlanner(Planner):
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
+        # The schedule's density, with which schemes are compared: that of a dense plan is 1.
+        _, density = phase_and_density(self._compression, step)
         choice = Choice(plan.scheme, plan.reason)
         if plan.predicted_us is not None:  # else prices did not choose: every element in few bits
             choice = _settled(state)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
             **asdict(self._shape_of(bucket)),
-            "density": plan.density,
+            "density": density,
             "predicted_us": state.predicted_us,
             "chosen": choice.scheme,
             "reason": choice.reason,
@@ -281,6 +301,8 @@ class PricedPlanner(Planner):
         parts = [self._cluster.to_yaml(""), asdict(self._config), asdict(self._pace)]
         options = asdict(self._scheme)
         parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
+        # A scheme of the user's own may not be registered in every process.
+        parts.append(candidates(self._config.schemes, self._compression.given_value_bits))
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 
 

@@ -196,7 +196,7 @@ class Planner:
     def join(self, transport: Transport) -> None:
         """Called with each group of ranks, before its first bucket.
 
-        Checks the first group only: others may lie within one host.
+        Checks the first group only. It may lie within one host of a cluster of several.
 
         Raises:
             ConfigError: the cluster file was measured on another cluster.
@@ -204,7 +204,10 @@ class Planner:
         if self._joined or self._cluster is None or self._cluster.is_model:
             return
         assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
-        self._cluster.check_fingerprint(fingerprint(transport))
+        found = fingerprint(transport)
+        if found["hosts"] == "one":  # of the several that the file may have
+            found["hosts"] = self._cluster.fingerprint.get("hosts", "one")
+        self._cluster.check_fingerprint(found)
         self._joined = True
 
     def share(
@@ -236,7 +239,7 @@ class Planner:
         return {
             "bucket": bucket.name,
             **asdict(shape_of(bucket, self._scheme.wire_dtype, bits)),
-            "density": plan.density,
+            "density": density,
             "predicted_us": {},
             "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
             "chosen": plan.scheme,

@@ -31,7 +31,8 @@ class BucketState:
         reason: why it was chosen, in words.
         predicted_us: every candidate's predicted time when the scheme was chosen.
         profile: the last sampled profile, None before the first.
-        profile_density: the target density of the step that sampled it.
+        profile_density: the target density of the step that sampled it, or at which the bucket was
+            found hopeless.
         hopeless: True if no candidate would beat dense even if all ranks selected the same
             elements.
         lanes: as `Bucket.lanes`.

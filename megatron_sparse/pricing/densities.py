@@ -52,7 +52,7 @@ class SumDensities:
         self._known: dict[tuple[int, int], np.ndarray] = {}
         # The fraction of always-kept elements that the profile counts among the non-zero ones.
         self._kept = 0.0
-        if shape.kept_numel and profile.numel != shape.pruned_numel:
+        if 0 < shape.kept_numel < shape.numel and profile.numel != shape.pruned_numel:
             self._kept = shape.kept_numel / shape.numel
 
     def of_lane(self, ranks_each: int, lanes: int) -> SumDensities:

@@ -79,8 +79,11 @@ def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
     if kind is not None:
         one_of("--kind", kind, tuple(Kind))
         return Kind(kind)
-    first = dump.iterations[0]
-    has_selected = any(Kind.SELECTED in dump.kinds(first, bucket) for bucket in dump.buckets)
+    has_selected = any(
+        Kind.SELECTED in dump.kinds(iteration, bucket)
+        for iteration in dump.iterations
+        for bucket in dump.buckets
+    )
     return Kind.SELECTED if has_selected else Kind.GRADIENT
 
 

@@ -144,11 +144,12 @@ class GradientDumpWriter:
         folder = self._folder / f"iteration-{iteration:06d}" / self._place
         path = folder / f"{quote(bucket, safe='')}.{kind}.pt"
         partial = path.with_suffix(".partial")  # so that a reader never sees half a file
+        held = _packed(values.detach())
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(_packed(values.detach()), partial)
+            torch.save(held, partial)
             os.replace(partial, path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter is torch's on a full disk
             self._is_broken = True
             logger.error("gradients are not dumped any more: %s", error)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.schedule import Phase
@@ -18,6 +19,7 @@ from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate.gradients import uniform
+from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.overlaps import FullyOverlapping
 from tests.planner.planned import NUMEL, Ranks, a_bucket, a_planner
 from tests.ranks import run_ranks
@@ -120,7 +122,7 @@ def test_a_resumed_planner_decides_alike(prices):
     assert [resumed.step(s) for s in range(15, 20)] == [ranks.step(s) for s in range(15, 20)]
 
 
-def test_saved_state_of_another_model_or_group_is_not_used(prices, caplog):
+def test_saved_state_of_another_model_or_group_is_not_used(prices, caplog, monkeypatch):
     first = a_planner()
     plan(first)
     other = a_planner()
@@ -131,6 +133,31 @@ def test_saved_state_of_another_model_or_group_is_not_used(prices, caplog):
     changed.load_state_dict(first.state_dict())
     assert "settings have changed" in caplog.text
     assert changed.state_dict()["buckets"]["b"]["chosen"] is None
+    narrow = a_planner(scheme={"wire_dtype": "bf16"})
+    narrow.load_state_dict(first.state_dict())
+    assert narrow.state_dict()["buckets"]["b"]["chosen"] is None
+    saved = first.state_dict()
+    monkeypatch.delitem(SCHEMES, plan(first).scheme)
+    without = a_planner()
+    without.load_state_dict(saved)
+    assert without.state_dict()["buckets"]["b"]["chosen"] is None
+
+
+def test_a_ramp_from_every_element_ends_sparse():
+    planner = a_planner(compression={"ramp_iters": 40, "ramp_start_density": 1.0})
+    large = torch.zeros(2**20)
+    assert plan(planner, 0, grad_N=large).scheme.startswith("dense")
+    assert not plan(planner, 40, grad_N=large).scheme.startswith("dense")
+
+
+def test_a_group_is_priced_on_its_own_nodes():
+    inside = a_planner("ethernet_25gbit_8", compression={"density": 0.05})
+    across = a_planner("ethernet_25gbit_8", compression={"density": 0.05})
+    across.join(VirtualCluster(8, Topology.even(8, 1, Link(0, 0), Link(0, 0))).transports[0])
+    bucket = a_bucket(torch.zeros(2**22), 8, op=CollectiveOp.REDUCE_SCATTER)
+    assert inside.plan_for(bucket, 0).scheme.startswith("dense"), "of 8 in each node of the file"
+    assert not across.plan_for(bucket, 0).scheme.startswith("dense")
+    assert inside.report(bucket, 0)["density"] == 0.05, "with which schemes were compared"
 
 
 @pytest.mark.parametrize("damage", [{"buckets": {"b": {"numel": 3}}}, {"buckets": 7}, {"basis": 1}])

@@ -413,6 +413,12 @@ def test_an_empty_bucket_has_a_price(op):
     assert all(0 <= seconds < math.inf for seconds in found.values())
 
 
+def test_a_bucket_of_kept_parameters_has_a_price():
+    kept = BucketShape(1000, 1000, element_bytes=4, op=CollectiveOp.ALL_REDUCE, world_size=4)
+    found = predict_all(kept, prior(kept, 0.01), find("perlmutter"), OPTIONS)
+    assert all(0 < seconds < math.inf for seconds in found.values())
+
+
 def test_what_rounding_leaves_of_a_density_of_0_is_priced_as_0():
     assert record_bytes(1e-17, 4, "rice", 4) == record_bytes(0.0, 4, "rice", 4)
 

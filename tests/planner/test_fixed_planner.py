@@ -1,6 +1,8 @@
 """The fixed planner: phases, schemes, bytes."""
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +10,13 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import Planner
+from megatron_sparse.planner import plan as planner_module
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes
+from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.records import record_bytes
+from megatron_sparse.transport import ProcessGroupTransport
 from tests.planner.planned import a_bucket
 
 
@@ -28,6 +34,16 @@ def test_the_warmup_is_dense_and_the_target_sparse():
     assert [p.scheme for p in plans] == ["dense"] * 2 + ["agsparse"] * 3
     assert [p.phase for p in plans] == [Phase.WARMUP] * 2 + [Phase.RAMP] * 2 + [Phase.TARGET]
     assert plans[-1].density == 0.01
+
+
+@pytest.mark.parametrize(("measured", "fits"), [("several", True), ("one", False)])
+def test_a_file_of_several_hosts_fits_a_group_within_one(monkeypatch, measured, fits):
+    found = "one" if fits else "several"
+    monkeypatch.setattr(planner_module, "fingerprint", lambda _: {"hosts": found})
+    cluster = replace(find("perlmutter"), fingerprint={"hosts": measured})
+    planner = Planner(CompressionConfig(), SchemeConfig(), cluster)
+    with nullcontext() if fits else pytest.raises(ConfigError, match="hosts"):
+        planner.join(object.__new__(ProcessGroupTransport))
 
 
 def test_the_switch_plans_dense_at_any_step():

@@ -39,6 +39,13 @@ def recorded(tmp_path):
     return folder
 
 
+def test_a_selection_of_later_iterations_is_found(recorded, capsys):
+    for path in recorded.rglob("iteration-000001/**/*.selected.pt"):
+        path.unlink()
+    assert run("profile", recorded) == 0
+    assert "selected gradients" in capsys.readouterr().out
+
+
 def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, capsys):
     assert run("profile", recorded, "--kind gradient --json", tmp_path / "p.jsonl") == 0
     out = capsys.readouterr().out

@@ -88,6 +88,16 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog)
     assert not writer.wants(2)
 
 
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog):
+    writer = GradientDumpWriter(tmp_path, [1, 2])
+    writer.write("b", 1, Kind.GRADIENT, torch.ones(2))
+    (written,) = tmp_path.rglob("b.gradient.pt")
+    written.with_suffix(".partial").symlink_to("/dev/full")
+    writer.write("b", 1, Kind.GRADIENT, torch.ones(2))
+    assert len(caplog.records) == 1
+    assert not writer.wants(2)
+
+
 def test_the_configuration_says_what_is_dumped(tmp_path):
     def of(run_dir=tmp_path, **tracking):
         return GradientDumpWriter.of(TrackingConfig(**tracking), run_dir, [4, 5], 1)
