@@ -74,5 +74,5 @@ def _check_gpu(device: torch.device) -> None:
             f"the CUDA kernels were not compiled for {device}",
             expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS),
             got=f"sm_{major}{minor}",
-            remedy="build with it in MEGATRON_SPARSE_CUDA_ARCHS",
+            remedy="export MEGATRON_SPARSE_CUDA_ARCHS with it, for the build and for every run",
         )

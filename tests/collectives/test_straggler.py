@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_sparse.collectives import straggler_direct
 from megatron_sparse.collectives.straggler_shares import ALIGNMENT, chunk_cuts, chunks_of
-from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
     DTYPES,
@@ -140,3 +141,17 @@ def test_messages_are_cut_at_the_chunks_whoever_is_the_straggler():
     bucket = make_bucket(_case("straggler_direct", 4, DTYPES[0], 1000, 0), 0)
     cuts = layout_of("straggler_direct", bucket).segment_offsets.tolist()
     assert set(chunk_cuts(1000, 3)) <= set(cuts)
+
+
+@pytest.mark.parametrize("liar", [0, 2])
+def test_a_size_that_no_record_has_is_refused_in_the_handshake(monkeypatch, liar):
+    """Of an early rank, and of the straggler."""
+    original = straggler_direct._Run._shake_hands
+
+    def announcing(run, sizes):
+        lies = [2**20] * len(sizes) if run.transport.rank == liar else sizes
+        return (yield from original(run, lies))
+
+    monkeypatch.setattr(straggler_direct._Run, "_shake_hands", announcing)
+    with pytest.raises(WireFormatError, match=f"rank {liar} announces records of impossible size"):
+        run_case(_case("straggler_direct", 4, DTYPES[0], 500, 2))

@@ -218,3 +218,17 @@ def test_the_step_after_one_apart_is_a_usual_one():
     store.begin(bucket).fill_(2.0)
     store.commit()
     assert (store["b"] == 2.0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [({"share": 0.25}, 3.0), ({"unit_change": torch.tensor(1.5)}, 2.0), ({}, None)],
+)
+def test_of_a_dense_step_that_does_not_count_whole_the_rest_stays(changes, left):
+    """What was sent whole is dropped only where nothing is left of it."""
+    store, bucket = _held(4.0)
+    store.begin(bucket).zero_()
+    store.drop_later(bucket)
+    store.commit(**changes)
+    assert ("b" in store) == (left is not None)
+    assert left is None or (store["b"] == left).all()

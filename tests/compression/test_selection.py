@@ -118,3 +118,17 @@ def test_the_sample_follows_the_density_of_the_step(density, samples):
 
     assert limits("auto") == limits(samples)
     assert limits("auto") != limits(samples - 19)
+
+
+def test_each_step_samples_other_elements():
+    """Elements that no step looks at would never count for a threshold."""
+    numel, config = 50_000, CompressionConfig(density=0.01, samples=500)
+    gradient_N = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    pieces = [ParameterSlice("w", 0, numel)]
+    bucket = Bucket("b", gradient_N, pieces, CollectiveOp.ALL_REDUCE, 1)
+    layout, residual_N = bucket.layout(sharded=False), torch.zeros(numel)
+    found = {
+        range_limits(bucket, layout, residual_N, 0.01, step, config).thresholds[0].item()
+        for step in range(4)
+    }
+    assert len(found) == 4

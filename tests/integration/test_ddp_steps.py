@@ -251,3 +251,15 @@ def _closed(rank, world_size):
 
 def test_a_closed_state_leaves_no_hook_on_the_parameters():
     assert run_ranks(_closed, 1) == [(1, 0)]
+
+
+def _switched_off(rank, world_size):
+    *_, state = _hooked(**FIVE_PERCENT)
+    state.enabled = False
+    *_, again = _hooked(**FIVE_PERCENT)
+    again.load_state_dict(state.state_dict())
+    return again.enabled
+
+
+def test_a_run_that_was_switched_off_is_off_when_it_goes_on():
+    assert run_ranks(_switched_off, 1) == [False]

@@ -34,6 +34,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "checkout"
     made = ".git .venv runs data build dist site *.egg-info __pycache__ *.so outputs wandb .*_cache"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made.split(" ")))
+    # A library of another revision, without the stamp that says of which.
+    (folder / "cuda_ext/_lib").mkdir(exist_ok=True)
+    (folder / "cuda_ext/_lib/megatron_sparse_cuda.so").write_bytes(b"")
     return folder
 
 
@@ -105,6 +108,7 @@ def test_from_a_wheel(installed: Path, tmp_path: Path) -> None:
 def test_wheel_holds_everything(wheel: Path, source: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+    assert not any(name.endswith("megatron_sparse_cuda.so") for name in names), "CUDA is off"
     for folder, pattern in (
         ("megatron_sparse", "**/*.py"),
         ("configs", "**/*"),
@@ -138,7 +142,8 @@ def test_wheel_fits_every_python_of_the_platform(wheel: Path) -> None:
 
 
 def test_wheel_finds_its_extension(installed: Path, tmp_path: Path) -> None:
-    code = "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])"
+    code = "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']"
+    code += "; assert s['built']; print(s['path'])"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = ended(command, cwd=tmp_path, env=environment(PYTHONPATH=str(installed)))
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_sparse.megatron.units import ResidualUnit
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, WORLD_SIZE
@@ -185,3 +186,11 @@ def _assert_nothing_is_lost(plain, sparse):
             assert float((got - computed).abs().max()) < error, number
             assert float((new - old).abs().max()) < error, number
         old, unit = new, step["unit"]
+
+
+def test_the_factor_of_a_skipped_step_does_not_count():
+    unit = ResidualUnit([], lambda: None)
+    for factor, accepted in ((0.5, True), (0.125, False), (0.25, True)):
+        unit._new_factor = torch.tensor(factor)
+        change = unit.end_step(accepted)
+    assert float(change) == 2.0

@@ -111,3 +111,23 @@ def test_the_same_waits_from_modelled_clocks():
     waited = cluster.run(start)
     assert cluster.clock_s == delays_s, "measuring takes no time"
     assert [each.result() for each in waited] == [5.0, 0.0, 3.0]
+
+
+def test_an_arrival_whose_keys_were_deleted_unread_is_settled_by_a_later_one(counters, monkeypatch):
+    made = counters(2)
+    store = made[0]._store
+
+    class Deleted:
+        def check(self, keys):
+            return not keys[0].startswith("b/1/") and store.check(keys)
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    monkeypatch.setattr(made[0], "_store", Deleted())
+    first, second = (made[0].arrive("b") for _ in range(2))
+    time.sleep(LATE_S / 4)  # it is not the last one to count
+    for _ in range(2):
+        made[1].arrive("b").result(timeout=DEADLINE_S)
+    second.result(timeout=DEADLINE_S)
+    assert first.result(timeout=1.0) > 0

@@ -54,9 +54,17 @@ def test_a_rank_that_says_goodbye_is_not_lost(star):
 
 
 @pytest.mark.parametrize(
-    ("error", "says_goodbye"), [(None, True), (SystemExit(0), True), (ValueError(), False)]
+    ("error", "broken", "says_goodbye"),
+    [
+        (None, False, True),
+        (SystemExit(0), False, True),
+        (ValueError(), False, False),
+        (None, True, False),
+    ],
 )
-def test_a_rank_that_closes_because_it_fails_says_no_goodbye(monkeypatch, error, says_goodbye):
+def test_a_rank_that_closes_because_it_fails_says_no_goodbye(
+    monkeypatch, error, broken, says_goodbye
+):
     said = []
     links = SimpleNamespace(rank=0, close=lambda *, goodbye: said.append(goodbye))
     monkeypatch.setattr(liveness, "_links", links)
@@ -67,7 +75,7 @@ def test_a_rank_that_closes_because_it_fails_says_no_goodbye(monkeypatch, error,
             if error is not None:
                 raise error
         finally:
-            peers.close()
+            peers.close(broken=broken)
     assert said == [says_goodbye]
 
 

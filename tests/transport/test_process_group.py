@@ -91,3 +91,10 @@ def test_groups_of_a_default_group_that_has_ended_are_not_lent():
         del group
         dist.destroy_process_group()
     assert len(addresses) < 20
+
+
+@on_ranks(2)
+def test_a_group_in_which_an_operation_failed_is_not_lent_again(rank):
+    broken = borrow_group([0, 1], "gloo", 20.0)
+    return_group(broken, broken=True)
+    assert borrow_group([0, 1], "gloo", 20.0) is not broken
