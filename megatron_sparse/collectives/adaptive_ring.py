@@ -90,7 +90,8 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
     incoming.extrapolate()  # Adds this rank's own part: now the density of its complete sum.
-    if incoming.density >= gather:
+    # Sums in few bits are shorter than dense ones, and all ranks expect them.
+    if incoming.density >= gather and sums.gather_dtype == sums.final_dtype:
         # The same sum, in the bucket's memory, with dense records.
         sums = SparseSum(exchange, message, form=FORMAT_DENSE)
     yield from ring_gather_sums(identity, cuts, sums, group)
@@ -130,7 +131,8 @@ def cost(run: DryRun) -> None:
     form = run.sum_format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
     if not run.scatter:
-        ring_gather_sums_cost(run, density_n >= gather, run.gathered_sums(run.options.format))
+        goes_dense_n = (density_n >= gather) & (run.options.given_sum_bits is None)
+        ring_gather_sums_cost(run, goes_dense_n, run.gathered_sums(run.options.format))
 
 
 SCHEME = Scheme(

@@ -106,6 +106,8 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
             exchange,
             bucket=parts.lane_bucket(values_N),
             transport=cast("Transport", lane),
+            # No residual would keep what few bits lose of a lane's sums.
+            options=replace(exchange.options, sum_bits=None),
         )
         steps = direct(across, _encoded(across, bucket, message))
         sent_bytes = yield from _within(steps, lane.ranks, last=ends)
@@ -363,6 +365,7 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     # in multiples of what it sends. Its clocks start at 0; the ranks wait for it in the end.
     busiest = max(float(np.max(sent_L)), 1.0)  # an empty bucket sends nothing
     lane = run.part(shape, run.lane(float(np.sum(sent_L)) / busiest), densities)
+    lane.options = replace(lane.options, sum_bits=None)  # as in `hierarchical`
     message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
     direct_cost(lane)

@@ -145,29 +145,28 @@ def wait_all(works: Sequence[dist.Work | None]) -> None:
 
 
 class Waiters:
-    """Threads that wait for operations that cannot be polled. Tasks start in the order of `submit`.
+    """Threads that wait for operations that cannot be polled; they are started on demand.
 
     Unlike the threads of a `ThreadPoolExecutor` they are daemons. If a rank is stopped, gloo blocks
     a thread until the timeout; a daemon thread does not keep the process from ending meanwhile.
 
-    Args:
-        most: the largest number of threads; they are started on demand.
+    Every task has a thread at once. Operations of later buckets may wait for a rank that itself
+    waits for an earlier bucket's: if those had taken all threads, nothing would end.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._threads = 0
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
-        """Queues `wait` for a thread to call, and starts one if none is idle.
+        """Lets a thread call `wait`, and starts one if none is idle.
 
         Submit from one thread at a time. Returns the future of the call.
         """
         waiting: Future[None] = Future()
         self._tasks.put((wait, waiting))
-        if not self._idle.acquire(blocking=False) and self._threads < self._most:
+        if not self._idle.acquire(blocking=False):
             self._threads += 1
             threading.Thread(target=self._main, name="megatron_sparse_wait", daemon=True).start()
         return waiting

@@ -42,8 +42,6 @@ SMALL_GATHER_BYTES = 4096
 """gloo gathers round a ring: n - 1 round trips. A rank sends at most so much to all at once."""
 SMALL_GATHER_TAG = 1
 """Of these messages. They match in the order in which they are posted."""
-WAITERS = 8
-"""Threads that wait for works of gloo, which cannot be polled."""
 INVITATION_BYTES = 1024
 CANARY = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
 """Written to the end of every receive buffer: gloo fills only as much as the peer sent, and reports
@@ -100,7 +98,7 @@ class ProcessGroupTransport:
         self.group = borrow_group(ranks, backend, timeout_s)
         self._timeout_s = timeout_s
         self._liveness: PeerLiveness | None = None
-        self._waiters = Waiters(WAITERS)
+        self._waiters = Waiters()
         self._arrival_counters: list[StoreArrivalCounter] = []
         self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:

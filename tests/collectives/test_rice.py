@@ -18,7 +18,7 @@ from megatron_sparse.formats.message import (
 )
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.sparsity.sampling import selected_values
-from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
     OPTIONS,
     layout_of,
@@ -38,18 +38,31 @@ OPS = list(CollectiveOp)
 
 
 def run(
-    name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, sum_bits=None, numel=NUMEL
+    name,
+    n,
+    op,
+    value_dtype,
+    *,
+    grad_dtype=torch.float32,
+    capacity=None,
+    sum_bits=None,
+    numel=NUMEL,
+    form=OPTIONS.format,
+    is_skewed=False,
+    topology=None,
 ):
     """Each rank's result, and what each has sent as fp32 [N]; conserves gradient + residual.
 
     With `sum_bits` also each rank's residual after the selection, and after the collective.
     """
-    numel, options = numel_for(n, numel, op), replace(OPTIONS, sum_bits=sum_bits)
+    numel, options = numel_for(n, numel, op), replace(OPTIONS, sum_bits=sum_bits, format=form)
     sent, selected, after = {}, {}, {}
 
     def start(transport):
         generator = torch.Generator().manual_seed(transport.rank)
         grad_N = torch.randn(numel, generator=generator).to(grad_dtype)
+        if is_skewed:
+            grad_N[: numel // 4] += 100
         residual_N = torch.randn(numel, generator=generator) / 8
         bucket = Bucket("b", grad_N, parameters(numel), op, n)
         before_N = grad_N.float() + residual_N
@@ -71,7 +84,7 @@ def run(
         after[transport.rank] = residual_N
         return (yield from summed(name, exchange, message))[0]
 
-    results = VirtualCluster(n).run(start)
+    results = VirtualCluster(n, topology).run(start)
     told = [sent] if sum_bits is None else [sent, selected, after]
     return results, *([ranks[rank] for rank in range(n)] for ranks in told)
 
@@ -106,6 +119,19 @@ def test_records_of_few_bits_may_be_longer_than_their_values_in_fp32(name):
         results, sent = run(name, 5, CollectiveOp.ALL_REDUCE, value_dtype, numel=7)
         for result in results:
             torch.testing.assert_close(result, sum(sent), rtol=0, atol=8 * 2**-20)
+
+
+def test_ranks_whose_sums_are_dense_gather_them_in_few_bits_too():
+    found = run("adaptive_ring", 4, CollectiveOp.ALL_REDUCE, "q4", sum_bits=8, is_skewed=True)
+    same_on_all_ranks(CollectiveOp.ALL_REDUCE, found[0])
+
+
+def test_a_lanes_sums_are_not_rounded():
+    """No residual would keep the rest."""
+    nodes = Topology.even(4, 2, Link(0, 0), Link(0, 0))
+    more = {"sum_bits": 8, "form": "rice", "topology": nodes}
+    results, sent, *_ = run("hierarchical", 4, CollectiveOp.ALL_REDUCE, "q4", **more)
+    torch.testing.assert_close(results[0], sum(sent), rtol=0, atol=8 * 2**-20)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])

@@ -419,6 +419,18 @@ def test_a_bucket_of_kept_parameters_has_a_price():
     assert all(0 < seconds < math.inf for seconds in found.values())
 
 
+def test_a_lanes_sums_are_priced_in_full():
+    shape = BucketShape(2**22, 0, 4, CollectiveOp.ALL_REDUCE, 16, value_bits=4)
+    rounded, full = (
+        predict_all(
+            shape, prior(shape, 0.2), find("ethernet_25gbit_8"), SchemeConfig(sum_bits=bits)
+        )
+        for bits in (8, None)
+    )
+    assert rounded["hierarchical"] == full["hierarchical"]
+    assert rounded["direct"] < full["direct"]
+
+
 def test_what_rounding_leaves_of_a_density_of_0_is_priced_as_0():
     assert record_bytes(1e-17, 4, "rice", 4) == record_bytes(0.0, 4, "rice", 4)
 

@@ -3,6 +3,7 @@
 Members of a group may be in other groups; returned groups are reused.
 """
 
+import threading
 import time
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
+from megatron_sparse.transport.operation import Waiters
 from tests.ranks import on_ranks
 from tests.waiting import DEADLINE_S
 
@@ -98,3 +100,12 @@ def test_a_group_in_which_an_operation_failed_is_not_lent_again(rank):
     broken = borrow_group([0, 1], "gloo", 20.0)
     return_group(broken, broken=True)
     assert borrow_group([0, 1], "gloo", 20.0) is not broken
+
+
+def test_no_wait_stands_behind_another():
+    waiters, event = Waiters(), threading.Event()
+    behind = [waiters.submit(lambda: event.wait() and None) for _ in range(40)]
+    waiters.submit(event.set).result(DEADLINE_S)
+    for waiting in behind:
+        waiting.result(DEADLINE_S)
+    waiters.close()
