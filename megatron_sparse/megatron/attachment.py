@@ -93,7 +93,11 @@ class Attachment(HostState):
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
         self._transports = Transports(self.config, self._device)
-        self._reducers = self._make_reducers()
+        try:
+            self._reducers = self._make_reducers()
+        except BaseException:
+            self._give_back()  # the caller gets nothing that it could close
+            raise
         # Attach: from here on Megatron calls the plugin.
         self.chunks = chunks
         self._closed = False
@@ -319,6 +323,10 @@ class Attachment(HostState):
             self._optimizer.close()  # wraps what `parameters` has wrapped
             self._optimizer = None
         self.parameters.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Ends the progress thread, then gives back the groups of ranks that it worked on."""
         self.progress.close()
         self._transports.close(broken=self.progress.broken)
         return_group(self.alone)

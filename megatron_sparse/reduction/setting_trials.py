@@ -131,6 +131,11 @@ class SettingTrials:
         """
         if self._no_trials is not None:
             return
+        if not self._planner.enabled:
+            # Switched off, every preset is dense: such steps say nothing about any of them.
+            self._laps_s.clear()
+            self._ended_s = None
+            return
         if self.chosen is None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now_s = self._clock()

@@ -1,6 +1,7 @@
 """The plugin on megatron.core, 2 gloo ranks: overlap x distributed optimizer x scheme."""
 
 import itertools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, SelectionError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from megatron_sparse.transport import groups
 from tests.megatron.train_ranks import (
     AT_TARGET,
     SPARSE,
@@ -216,3 +218,14 @@ def test_presets_are_tried_and_every_rank_takes_the_same(rank):
     with running(SmallGPTConfig(), config="auto") as again:
         again.attachment.trials.load_state_dict(state, 30)
         assert again.attachment.trials.chosen == state["chosen"]
+
+
+@on_ranks(2)
+def test_a_refused_attachment_gives_its_thread_and_groups_back(rank):
+    with (
+        pytest.raises(ConfigError, match=r"straggler\.rank"),
+        running(SETTINGS[0], straggler=StragglerConfig(mode="pinned", rank=99)),
+    ):
+        pass
+    assert not groups._lent
+    assert not [thread for thread in threading.enumerate() if thread.name == "megatron_sparse"]

@@ -193,6 +193,16 @@ def test_new_trials_when_an_iteration_takes_a_quarter_longer_or_less():
     assert run.trials.chosen is None
 
 
+def test_steps_that_are_switched_off_say_nothing_about_presets():
+    run = Run({"lossless": 100, "quantised": 60, "safe": 30})
+    assert run.train(100)[-1] == "safe"
+    run.planner.enabled = False
+    times_ms, run.times_ms = run.times_ms, dict.fromkeys(run.times_ms, 100)
+    run.train(200)
+    run.planner.enabled, run.times_ms = True, times_ms
+    assert run.train(200)[-1] == "safe"
+
+
 def test_warm_up_and_ramp_are_no_reason_for_new_trials():
     run = Run(dict(SLOW_LINK), warmup_iters=300)
     seen = run.train(MOST_STEPS + 3 * TRIAL)
