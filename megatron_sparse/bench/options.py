@@ -65,6 +65,11 @@ def above_zero(value: Any) -> str:
     return "" if value > 0 else "above 0"
 
 
+def some_seconds(value: Any) -> str:
+    """Positive, and no longer than a year: `timedelta` takes no infinity."""
+    return "" if 0 < value <= 365 * 24 * 3600 else "above 0, at most a year"
+
+
 def fraction(value: Any) -> str:
     """In (0, 1]."""
     return "" if 0 < value <= 1 else "in (0, 1]"

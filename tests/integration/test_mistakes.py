@@ -252,6 +252,9 @@ MISTAKES = (
     Mistake(
         "bench training --iters=4 megatron.log_interval=10", "megatron.log_interval=10 divides"
     ),
+    Mistake("bench training --warmup=3 --iters=7 megatron.log_interval=10", "interval=10 divides"),
+    Mistake("bench collectives --timeout=inf", "at most a year"),
+    Mistake("bench collectives --netbed --mbit=100 --ranks=4 --ranks-per-node=3", "divisor of 4"),
     Mistake("bench training --density=0", "(0, 1]"),
     Mistake("bench training --slow-rank=1", "no plain"),
     Mistake("bench training --scheme=dense --slow-rank=2", "0 to 1"),

@@ -24,6 +24,7 @@ from megatron_sparse.bench.options import (
     parse_names,
     parse_numbers,
     parse_size,
+    some_seconds,
 )
 from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.config.level import NODE, RANK
@@ -53,8 +54,20 @@ class Place(Options):
     )
 
     def nodes(self, ranks: int) -> int:
-        """Hosts of the test bed."""
-        return -(-ranks // (self.ranks_per_node or 1))
+        """Hosts of the test bed, with equally many ranks on each.
+
+        Raises:
+            ConfigError: `ranks_per_node` does not divide the ranks.
+        """
+        each = min(self.ranks_per_node or 1, ranks)
+        if ranks % each:
+            raise ConfigError(
+                "--ranks-per-node does not divide the ranks of the test bed",
+                expected=f"a divisor of {ranks}",
+                got=each,
+                remedy="change --ranks or --ranks-per-node",
+            )
+        return ranks // each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +109,7 @@ class Rounds(Options):
     warmup: int = option(2, "Rounds that are not timed.", min=0)
     iters: int = option(7, "Rounds that are timed.", min=1)
     timeout_s: float = option(
-        120.0, "Seconds that an operation may take.", flag="--timeout", fits=above_zero
+        120.0, "Seconds that an operation may take.", flag="--timeout", fits=some_seconds
     )
 
 
@@ -249,7 +262,7 @@ class CalibrationOptions(Options):
     densities: Sequence[float] = density_option("0.05,0.2,0.4", "Gradient densities of the sweep.")
     env: str | None = option(None, "Set the environment of configs/cluster/NAME.", metavar="NAME")
     timeout_s: float = option(
-        120.0, "Seconds after which an operation has failed.", flag="--timeout", fits=above_zero
+        120.0, "Seconds after which an operation has failed.", flag="--timeout", fits=some_seconds
     )
 
     def arguments(self) -> list[str]:

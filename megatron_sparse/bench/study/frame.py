@@ -29,6 +29,7 @@ from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.run.rows import CellRow, print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.telemetry import load_summary
+from megatron_sparse.telemetry.lines import write_whole
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.transport.netbed import BedLinks
 
@@ -60,6 +61,7 @@ class Run:
         model: of the study's models, if it has several.
         seed: of weights and samples.
         validates: it ends with a validation.
+        untimed: its first iterations, which no time counts.
     """
 
     bench: str
@@ -72,6 +74,7 @@ class Run:
     model: str = ""
     seed: int = 1
     validates: bool = True
+    untimed: int = 0
 
     @property
     def folder(self) -> Path:
@@ -208,7 +211,7 @@ class RunResult:
         values = {name: value for name, value in vars(self).items() if name != "run"}
         self.run.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"arguments": self.run.arguments, **values}) + "\n"
-        (self.run.folder / OUTCOME_FILE).write_text(text, "utf-8")
+        write_whole(self.run.folder / OUTCOME_FILE, text)
 
 
 def read_iterations(printed: str) -> list[tuple[float, float]]:
@@ -251,12 +254,12 @@ def begin(runs: Sequence[Run], header: str) -> None:
     for run in runs:
         total = run.config.training.iterations
         interval = run.config.megatron.get("log_interval", 1)
-        # Where validations do not count, the printed iterations do.
-        if not run.validates and total % interval:
+        # Where validations do not count, the printed iterations do; a line has their means.
+        if not run.validates and (total % interval or run.untimed % interval):
             raise ConfigError(
-                f"bench {run.bench}: Megatron would not print the last iterations",
+                f"bench {run.bench}: Megatron would not print the timed iterations by themselves",
                 expected=f"iterations that megatron.log_interval={interval} divides",
-                got=total,
+                got=f"{total}, the first {run.untimed} of them not timed",
                 remedy="change --warmup or --iters, or megatron.log_interval",
             )
     try:

@@ -137,7 +137,7 @@ def _run_of(options: RaceOptions, setting: Setting, seed: int, links: BedLinks |
 def _timed(options: RaceOptions, setting: Setting, links: BedLinks) -> Run:
     iterations = f"training.iterations={PLAIN_WARMUP + PLAIN_TIMED}"
     how = [iterations, "training.lr_warmup_iters=0", *setting.overrides]
-    return _named(options, setting, "timed", links, how, validates=False)
+    return _named(options, setting, "timed", links, how, validates=False, untimed=PLAIN_WARMUP)
 
 
 def _named(

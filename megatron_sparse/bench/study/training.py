@@ -171,6 +171,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         options.out,
         links=options.links,
         validates=False,
+        untimed=trials + options.warmup,
     )
 
 
