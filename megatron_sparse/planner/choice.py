@@ -118,15 +118,15 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        # Of each group on several nodes the ranks on each, by the group's ranks.
-        self._nodes: dict[int, tuple[int, ...]] = {}
+        # The cluster with a group's own nodes, of groups on several, by their ranks.
+        self._clusters: dict[int, ClusterModel] = {}
 
     def join(self, transport: Transport) -> None:
         """See `Planner`. The group is priced on its own nodes; the file's may have more ranks."""
         super().join(transport)
         nodes = tuple(map(len, members_of(transport.nodes)))
         if len(nodes) > 1:
-            self._nodes[transport.world_size] = nodes
+            self._clusters[transport.world_size] = replace(self._cluster, nodes=nodes)
 
     # The choice
 
@@ -157,8 +157,7 @@ class PricedPlanner(Planner):
             bucket.grad_N.device.type,
         )
         # From a profile: microseconds by scheme.
-        nodes = self._nodes.get(bucket.world_size * bucket.lanes, self._cluster.nodes)
-        cluster = replace(self._cluster, nodes=nodes)
+        cluster = self._clusters.get(bucket.world_size * bucket.lanes, self._cluster)
         price = partial(prices_us, shape, cluster=cluster, options=self._scheme, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from megatron_sparse import cuda_ext
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import preparation
+from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, load
 from tests.programs import ended
 from tests.run.fault_job import checkpoint
@@ -124,6 +125,13 @@ class TestPreflight:
             preparation.preflight(made(*on_cpu))
         assert caught.value.got == "cluster.device=cpu"
         preparation.preflight(made(*on_cpu, "plugin=false"))
+
+
+def test_the_agents_handlers_of_signals_end_with_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with launch._own_handlers():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 class TestEnvironment:
