@@ -96,20 +96,25 @@ class ParameterGathers:
         """
         method, chunks = config.parameters.method, list(chunks)
         clips = any(getattr(getattr(chunk, "config", None), "qk_clip", False) for chunk in chunks)
-        reasons = _reasons_for_raw(groups, method, optimizer, clips=clips)
+        # Made first: they compare the ranks' settings, which decide what the ranks agree on next.
         choosers: dict[int, GatherChooser] = {}  # by `id` of Megatron's process group
-        for group, reason in zip(groups, reasons, strict=True):
-            if reason is not None:
-                continue
-            key, reducer = id(group.process_group), reducer_of(group)
-            if key not in choosers:
+        for group in groups:
+            key = id(group.process_group)
+            if key not in choosers and why_raw(group) is None:
+                reducer = reducer_of(group)
                 choosers[key] = GatherChooser(_in_lanes(config, reducer), reducer.transport)
-                if method in COMPRESSED:
-                    _refuse_if_any(method, [choosers[key].missing])
-            self._make_gathers(group, choosers[key], reducer.transport, progress)
+        reasons = _reasons_for_raw(groups, method, optimizer, clips=clips)
+        if method in COMPRESSED:
+            _refuse_if_any(method, [chooser.missing for chooser in choosers.values()])
+        asked: dict[int, GatherChooser] = {}
+        for group, reason in zip(groups, reasons, strict=True):
+            if reason is None:
+                key = id(group.process_group)
+                asked[key] = choosers[key]
+                self._make_gathers(group, choosers[key], reducer_of(group).transport, progress)
         self._follow_loads(chunks)
         self._updates = WatchedUpdates(self.lossy, optimizer)
-        explained = [chooser.explain() for chooser in choosers.values()]
+        explained = [chooser.explain() for chooser in asked.values()]
         different_reasons = dict.fromkeys(reasons)
         explained += [f"raw, {reason}" for reason in different_reasons if reason not in SILENT]
         if explained and method != RAW:

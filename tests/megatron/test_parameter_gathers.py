@@ -5,6 +5,7 @@ And the parts of parameters whose masters a rank has under `parameters.method=lo
 
 import logging
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.megatron import parameter_gathers, parameter_masters
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers, why_raw
@@ -25,6 +26,7 @@ from megatron_sparse.megatron.parameter_masters import (
     optimizer_spans,
 )
 from megatron_sparse.recording import NullSink
+from tests.parameters.gather_cases import Echo
 from tests.records import Kept
 
 BF16 = torch.zeros(8, dtype=torch.bfloat16)
@@ -56,11 +58,27 @@ def lone_rank(monkeypatch):
     monkeypatch.setattr(parameter_gathers.dist, "get_rank", lambda: 0)
 
 
-def plan(groups: list[GroupBuckets], method: str, *chunks: Any) -> ParameterGathers:
+def plan(
+    groups: list[GroupBuckets], method: str, *chunks: Any, rank_1: Callable[[Any], Any] | None = None
+) -> ParameterGathers:
+    """Plans with a second rank that has the same settings, or what `rank_1` makes of them."""
     gathers = ParameterGathers(NullSink())
     config = SparseConfig(parameters=ParametersConfig(method))
-    gathers.plan(groups, config, cast(Any, None), cast(Any, None), chunks, None)
+    reducer = cast(Any, SimpleNamespace(level_groups=None, transport=Echo(rank_1)))
+    gathers.plan(groups, config, lambda _: reducer, cast(Any, None), chunks, None)
     return gathers
+
+
+def test_settings_are_compared_before_anything_that_depends_on_them():
+    """With `lossy` alone the ranks agree on masters: one of them would wait for the others."""
+
+    def another_method(codes):
+        changed = codes.clone()
+        changed[0] -= 1
+        return changed
+
+    with pytest.raises(CommunicationError, match=r"rank 1 .* another parameters\.method"):
+        plan([group(torch.zeros(8))], "lossy", rank_1=another_method)
 
 
 def test_where_megatron_clips_weights_behind_the_gather_it_stays_raw():

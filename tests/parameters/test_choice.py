@@ -20,31 +20,11 @@ from megatron_sparse.parameters.price import (
 )
 from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.transport import Link, Topology
+from tests.parameters.gather_cases import Echo
 
 SLOW, FAST = Link(50e-6, 1 / 6e6), Link(5e-6, 1 / 20e9)
 SPEED = CoderSpeed(2e-9, 2e-9)
 BUCKET = torch.zeros(2**20, dtype=torch.bfloat16)
-
-
-class Echo:
-    """A transport on which the other ranks say the same, or rank 1 something else."""
-
-    rank, device = 0, torch.device("cpu")
-
-    def __init__(self, other=None, nodes=(0, 1)):
-        self.other = other
-        self.nodes = nodes
-        self.world_size = len(nodes)
-
-    def all_gather(self, gathered, own):
-        rows = gathered.view(self.world_size, -1)
-        rows[:] = own
-        if self.other is not None:
-            rows[1] = self.other(own)
-        return self
-
-    def finish(self):
-        pass
 
 
 def measured_as(result):
