@@ -103,7 +103,7 @@ def plan(
         typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),
     ] = None,
     schemes: Schemes = None,
-    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter, with --bucket-bytes")] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
     """Prints each scheme's predicted time for the buckets of a run, or for those of given sizes.
@@ -131,6 +131,13 @@ def plan(
     pricing = None  # shows a run's plan as it was written
     if cluster is not None:
         pricing = plan_rows.Pricing(find(cluster), candidates, value_bits=value_bits)
+    elif run is not None and (candidates is not None or value_bits is not None):
+        raise ConfigError(
+            "plan: RUN with --schemes or --value-bits needs a cluster to be priced on",
+            expected="--cluster FILE, or the name of a shipped model cluster",
+            got="no --cluster",
+            remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
+        )
     rows = plan_rows.rows(
         run=run,
         sizes=sizes,

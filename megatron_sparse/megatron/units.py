@@ -158,9 +158,9 @@ def check_undo(compression: CompressionConfig, *, undo: bool) -> None:
         raise ConfigError(
             "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
             expected="fp32 or bf16 training with --rerun-mode disabled, no loss per token and no "
-            "--grad-norm-skip-threshold",
+            "grad_norm_skip_threshold",
             got="loss scaling, Megatron's rerun mode, --calculate-per-token-loss or "
-            "--grad-norm-skip-threshold",
+            "grad_norm_skip_threshold",
             remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
         )
 

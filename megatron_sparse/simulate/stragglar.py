@@ -42,7 +42,7 @@ AWARE = ("straggler", "dense_broadcast")
 IDEAL_S = 10.0
 """A delay long enough to hide all other work."""
 POWERS, FAST_POWERS = (4, 8, 16, 32, 64, 128, 256), (4, 8)
-EVENS, FAST_EVENS = (6, 10, 12, 14, 20, 24, 28, 36, 48, 60), (6, 10)
+EVENS, FAST_EVENS = (6, 10, 12, 14, 18, 20, 24, 28, 36, 48, 60), (6, 10)
 """Not powers of two; from 60 ranks on, making a schedule takes seconds."""
 MEAN_DELAYS_MS = {DGX_H100.name: 4.48, DGX_A100.name: 9.46}
 """Mean delay in the paper's fine-tuning runs (section 4.1)."""

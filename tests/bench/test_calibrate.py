@@ -1,6 +1,8 @@
 """Calibration: it finds known links again, fits are right, the command writes a valid file."""
 
 import csv
+import time
+import weakref
 from functools import partial
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 )
 from megatron_sparse.bench.exchange.options import CalibrationOptions
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.calibration import codec
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
@@ -89,6 +92,22 @@ class TestLinks:
 
 class TestCodec:
     """Calls and their rates."""
+
+    def test_a_call_that_was_timed_keeps_no_vectors(self, monkeypatch):
+        """The largest vectors of all calls together take 3 GiB on each rank."""
+        made, alive, make = [], [], codec.sparse_vector
+
+        def counted(*arguments):
+            alive.append(sum(vector() is not None for vector in made))
+            vector = make(*arguments)
+            made.append(weakref.ref(vector))
+            return vector
+
+        monkeypatch.setattr(codec, "sparse_vector", counted)
+        sweep = codec.CodecSizes((64, 256), windows=1, window_s=1e-9)
+        cluster = VirtualCluster(1, Topology((1,), INTRA, INTER))
+        cluster.run(lambda transport: codec.measure_codec(transport, sweep, time.perf_counter))
+        assert max(alive) <= 3
 
     def test_every_call_runs_and_is_of_its_density(self):
         for numel in (1, 4097):

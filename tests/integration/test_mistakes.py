@@ -191,6 +191,8 @@ MISTAKES = (
     Mistake("calibrate --sweep --density 2", "--density"),
     Mistake("calibrate --timeout 0", "--timeout"),
     Mistake("calibrate --netbed", "--netbed"),
+    Mistake("calibrate --ranks 4 --mbit 1000", "none without --netbed"),
+    Mistake("calibrate --ranks 4 --ranks-per-node 2", "none without --netbed"),
     Mistake("calibrate --sweep --output mine.yaml", "unknown key 'a measured cluster'"),
     Mistake("bench collectives --netbed", "--mbit"),
     # Plans.
@@ -203,6 +205,7 @@ MISTAKES = (
     Mistake("plan --bucket-bytes 1M --ranks 2 --cluster atlantis", "no cluster"),
     Mistake("plan --bucket-bytes 1M --ranks 2 --cluster perlmutter --value-bits 5", "--value-bits"),
     Mistake("plan runs/x --ranks 4", "needs a cluster"),
+    Mistake("plan runs/x --value-bits 4", "needs a cluster"),
     Mistake("plan no_such_run", "is no plan"),
     Mistake("plan runs/x --cluster perlmutter --schemes magic", "planner.schemes"),
     Mistake("plan runs/x --op broadcast", "--op"),

@@ -1,7 +1,10 @@
 """StragglAR's figures: the virtual cluster's times equal those of the paper's formulas."""
 
+import csv
+
 import pytest
 
+from megatron_sparse.run.local_ranks import CHECKOUT
 from megatron_sparse.simulate import stragglar
 from megatron_sparse.simulate.machines import DGX_H100, GIB
 from megatron_sparse.straggler.cost import critical_delay_s
@@ -76,3 +79,9 @@ def test_beyond_four_ranks_an_ideal_delay_wins_over_every_other_and_more_so_with
         ]
         assert speedup["StragglAR, ideal", n] > max(others) > speedup["StragglAR, no delay", n]
     assert speedup["StragglAR, ideal", 16] > speedup["StragglAR, ideal", 8] > 1.2
+
+
+def test_figure_9_of_the_page_has_the_ranks_of_the_sweep():
+    table = CHECKOUT / "docs/results/figures/stragglar-figure-9.csv"
+    with table.open() as file:
+        assert {int(row["ranks"]) for row in csv.DictReader(file)} == set(stragglar.EVENS)

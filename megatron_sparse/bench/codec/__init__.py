@@ -1,4 +1,4 @@
 """The benches of codecs: one process, each operation beside a copy of its bytes and beside peers.
 
-`frame` has what they share; `prune`, `codecs`, `bits`, `density` and `parameters` are commands.
+`frame` has what they share; `codecs` and `parameters` are commands.
 """

@@ -78,7 +78,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     @classmethod
     def check(cls, cases: CollectiveSweep, ranks: int, *, virtual: bool) -> None:
-        """Refuses options that do not fit; prints which schemes have no rows in few bits."""
+        """Refuses options that do not fit."""
         if cases.nccl_engine and virtual:
             raise ConfigError(
                 "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
@@ -87,11 +87,11 @@ class CollectiveBench(Bench[CollectiveSweep]):
                 remedy="leave out --nccl-engine",
             )
         cases_of(cases, ranks)  # raises where a case does not fit
-        if line := left_out(cases):
-            print(line, flush=True)
 
     def rows(self) -> Iterator[CellRow]:
         """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
+        if self.rank == 0:
+            _say_left_out(self._cases)
         wire_rate = self._wire_rate()
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
@@ -103,6 +103,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
     @classmethod
     def virtual_rows(cls, cases: CollectiveSweep, topology: Topology) -> Iterator[CellRow]:
         """Checks each case, models its times if no element is wrong, and yields its row."""
+        _say_left_out(cases)
         n = topology.world_size
         to_run = cases_of(cases, n)
         check_memory(to_run, n)
@@ -228,6 +229,12 @@ class CollectiveBench(Bench[CollectiveSweep]):
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
             typed(lambda: _reduce_scatter(own_M, values_N))
+
+
+def _say_left_out(cases: CollectiveSweep) -> None:
+    """Prints which schemes have no rows in few bits, if there are any."""
+    if line := left_out(cases):
+        print(line, flush=True)
 
 
 def _model(

@@ -231,8 +231,18 @@ class BucketSweep(Sizes):
 class CalibrationPlace(Place):
     """Where to measure."""
 
+    NAME = "calibrate"
+
     ranks: int | None = option(None, "Default: the ranks that a launcher started, else 2.", min=1)
     mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
+
+    def checks(self) -> list[Check]:
+        """See `Options`."""
+        given = {"mbit": self.mbit, "ranks-per-node": self.ranks_per_node}
+        return [
+            (name, value, self.netbed or value is None, "none without --netbed")
+            for name, value in given.items()
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
