@@ -37,10 +37,15 @@ setup() {
     fail "the interpreter does not fit" "Python with torch and hydra-core" "$PYTHON" \
       "activate the environment before sbatch, or run PYTHON=.../bin/python sbatch ..."
   fi
-  MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+  # sed, not head: it reads to the end, so that a long list does not end scontrol by SIGPIPE.
+  MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}
   # Jobs that share a node must not share a port.
   MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
   export PYTHON MASTER_ADDR MASTER_PORT PYTHONUNBUFFERED=1
+  # srun would keep the variables of `sbatch --export=NONE` from the ranks, too.
+  export SLURM_EXPORT_ENV=ALL
+  # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun.
+  if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
   cluster="" variables=()
   for argument in "$@"; do
     case $argument in
@@ -57,22 +62,24 @@ setup() {
 }
 
 # train COMMAND...: runs the training and exits with its code. If it failed because a node is gone,
-# the job is requeued, up to MEGATRON_SPARSE_RESTARTS times (3). Slurm itself requeues only if the
-# node that runs this script fails; if another one fails, the remaining ranks end the job before
-# Slurm acts.
+# the job is requeued, unless it has restarted MEGATRON_SPARSE_RESTARTS times (3), for whatever
+# reason. Slurm itself requeues only if the node that runs this script fails; if another one fails,
+# the remaining ranks end the job before Slurm acts.
 train() {
-  local code=0 gone
+  local code=0 gone job=$SLURM_JOB_ID
+  # An array's last task has the array's number, which stands for all of its tasks.
+  if [ "${SLURM_ARRAY_JOB_ID:-}" = "$job" ]; then job+=_$SLURM_ARRAY_TASK_ID; fi
   "$@" || code=$?
   # 2 is a mistake of the user, which a restart would repeat.
   if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then exit "$code"; fi
   # A rank that has asked for the restart itself is killed by it; that is not a failure.
-  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then exit "$code"; fi
+  if [ "$(squeue --noheader --jobs="$job" --format=%T)" != RUNNING ]; then exit "$code"; fi
   gone=$(gone_nodes)
   if [ -z "$gone" ]; then exit "$code"; fi
   echo "error: training ended with code $code; these nodes no longer answer: $gone" >&2
   if [ "${SLURM_RESTART_COUNT:-0}" -lt "${MEGATRON_SPARSE_RESTARTS:-3}" ]; then
     # The requeue ends this script too.
-    scontrol requeue "$SLURM_JOB_ID" && sleep 120
+    scontrol requeue "$job" && sleep 120
   fi
   exit "$code"
 }

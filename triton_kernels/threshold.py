@@ -51,8 +51,8 @@ def sample_threshold(
         thresholds_R fp32, tie_chances_R fp32 and ties_R int64; see `cuda_ext.record_spec.Limits`.
     """
     ranges, device = plan.shape[0], grad_N.device
-    thresholds_R = torch.empty(ranges, device=device)
-    chances_R = torch.empty(ranges, device=device)
+    thresholds_R = torch.empty(ranges, dtype=torch.float32, device=device)
+    chances_R = torch.empty(ranges, dtype=torch.float32, device=device)
     ties_R = torch.empty(ranges, dtype=torch.int64, device=device)
     if ranges == 0:
         return thresholds_R, chances_R, ties_R

@@ -103,7 +103,9 @@ def plan(
         typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),
     ] = None,
     schemes: Schemes = None,
-    op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter, with --bucket-bytes")] = "all_reduce",
+    op: Annotated[
+        str, typer.Option(help="Of --bucket-bytes: all_reduce | reduce_scatter")
+    ] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
     """Prints each scheme's predicted time for the buckets of a run, or for those of given sizes.

@@ -294,12 +294,19 @@ class ResidualStore:
             for piece in bucket.parameters:
                 yield (piece.name, piece.offset), residual_N[piece.start : piece.stop]
 
-    def load(self, buckets: Iterable[Bucket], saved: Mapping[SliceKey, torch.Tensor]) -> None:
+    def load(
+        self,
+        buckets: Iterable[Bucket],
+        saved: Mapping[SliceKey, torch.Tensor],
+        before: Mapping[SliceKey, torch.Tensor] | None = None,
+    ) -> None:
         """Sets residuals from `saved`, slice by slice; those of all other slices become zero.
 
         Args:
             buckets: of this store. A bucket without a saved slice keeps no residual.
             saved: 1-D tensors, cut as the slices of the buckets are.
+            before: likewise, what `rollback` restores in a step that goes on. None: no selection
+                is pending.
 
         Raises:
             CheckpointError: a slice's size differs from the saved one.
@@ -307,10 +314,12 @@ class ResidualStore:
         for bucket in buckets:
             # Of these alone: plain DDP loads a bucket while others of its pass are under way.
             self._pending.pop(bucket.name, None)
+            self._undo_copies.pop(bucket.name, None)
             self._emptied.discard(bucket.name)
             pieces = [p for p in bucket.parameters if (p.name, p.offset) in saved]
             if not pieces:
                 self._residuals.pop(bucket.name, None)
+                self._buckets.pop(bucket.name, None)  # it keeps a gradient buffer alive
                 continue
             self._buckets[bucket.name] = bucket
             residual_N = self._add_zeros(bucket)
@@ -318,6 +327,11 @@ class ResidualStore:
                 value = saved[piece.name, piece.offset]
                 check_size(piece.name, value.numel(), piece.numel)
                 residual_N[piece.start : piece.stop].copy_(value)
+            if before is not None:
+                self._pending[bucket.name] = True
+                copy_N = self._undo_copies[bucket.name] = torch.zeros_like(residual_N)
+                for piece in pieces:
+                    copy_N[piece.start : piece.stop].copy_(before[piece.name, piece.offset])
 
 
 def check_size(parameter: str, saved: int, wanted: int) -> None:

@@ -190,7 +190,7 @@ class Selector:
             residual_N = self.residuals.begin(bucket)
             # The sparse kernel, with thresholds below every magnitude: it selects everything.
             thresholds_R = torch.full(
-                layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
+                layout.range_piece.shape, KEEP_ALL, dtype=torch.float32, device=bucket.grad_N.device
             )
             pruning = Pruning(
                 residual_N,
@@ -216,8 +216,9 @@ class Selector:
 def draw_key(seed: int, step: int, *names: object) -> int:
     """A non-negative 63-bit key for the random draw that `names` names in step `step`.
 
-    A draw (sample positions, stochastic rounding) must not depend on how parameters are grouped
-    into buckets, on the process, or on Python's salted `hash`, so that a resumed run repeats it.
+    A draw must not depend on the process or on Python's salted `hash`, so that a resumed run
+    repeats it. Sample positions are drawn by parameter, so they do not depend on how parameters are
+    grouped into buckets; rounding and ties are drawn by bucket, rank and element.
 
     Example:
         >>> draw_key(1, 2, "w") == draw_key(1, 2, "w") != draw_key(1, 3, "w")
@@ -254,19 +255,20 @@ def range_limits(
     # parameters are sampled at density 1, which gives them the threshold `KEEP_ALL`.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
-        no_chances_P = torch.zeros(len(pruned_P), device=device)
+        no_chances_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
         keep_all_P = torch.full_like(no_chances_P, KEEP_ALL)
         limits_P = Limits(keep_all_P, no_chances_P, ties=no_chances_P.long())
     else:
         # Padding (-1) takes the last parameter's name: at density 1 the key does not matter.
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
+        densities_P = [density if pruned else 1.0 for pruned in pruned_P]
         implementation = ops if is_compiled(device) else threshold_triton
         limits_P = implementation.sample_threshold(
             bucket.grad_N,
             residual_N,
             layout.piece_offsets,
-            torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
+            torch.tensor(densities_P, dtype=torch.float32),
             config.samples_at(density),
             torch.tensor(keys, dtype=torch.int64),
         )

@@ -49,6 +49,7 @@ class DDPBuckets:
         self._buckets: dict[int, Bucket] = {}  # by launch order in a pass
         self._placed: set[int] = set()  # keys of `_buckets` that this pass has used
         self._unplaced: dict[str, torch.Tensor] = {}  # residuals that no bucket holds yet
+        self._before: dict[str, torch.Tensor] = {}  # those from before a step that goes on
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The parameter's name.
@@ -103,7 +104,8 @@ class DDPBuckets:
         if waiting:
             # Each begins at element 0, because DDP cuts no parameter.
             residuals = {(name, 0): self._unplaced.pop(name) for name in waiting}
-            self._residuals.load([bucket], residuals)
+            before = {(n, 0): self._before.pop(n) for n in waiting if n in self._before}
+            self._residuals.load([bucket], residuals, before or None)
         return bucket
 
     def _take_residuals_back(self) -> None:
@@ -114,9 +116,13 @@ class DDPBuckets:
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
             if bucket.name in self._residuals:
-                held_N = self._residuals[bucket.name]
+                held_N, before_N = self._residuals[bucket.name], self._residuals.settled(bucket)
+                if before_N is None:  # the first selection is pending
+                    before_N = torch.zeros_like(held_N)
                 for piece in bucket.parameters:
                     self._unplaced[piece.name] = held_N[piece.start : piece.stop]
+                    if before_N is not held_N:  # a pass of a step that goes on
+                        self._before[piece.name] = before_N[piece.start : piece.stop]
                 self._residuals.load([bucket], {})  # the old bucket keeps none
 
     def end_pass(self) -> None:
@@ -135,4 +141,4 @@ class DDPBuckets:
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Replaces all residuals by saved ones, by parameter; `place` puts them into buckets."""
         self._residuals.load(self._buckets.values(), {})
-        self._unplaced = dict(saved)
+        self._unplaced, self._before = dict(saved), {}

@@ -124,7 +124,8 @@ def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.O
             found.append(thing)
             continue
         is_other_scaler = issubclass(kind, torch.amp.GradScaler) and thing is not known
-        if is_other_scaler and thing._scale is not None:  # None until it scales a loss
+        # None until it scales a loss; a scaler that is switched off does not have it.
+        if is_other_scaler and getattr(thing, "_scale", None) is not None:
             raise ConfigError(
                 "a GradScaler scales the loss, and DDPState does not know it",
                 expected="DDPState(ddp, scaler=...)",

@@ -131,9 +131,14 @@ class DDPState(HostState):
         if self.residuals.undo:
             self._watch()
         sink = sink or NullSink()
-        self._reducer = GradientReducer(
-            self.config, Groups(self._transport), self.planner, self.residuals, sink, self.progress
-        )
+        groups = Groups(self._transport)
+        try:
+            self._reducer = GradientReducer(
+                self.config, groups, self.planner, self.residuals, sink, self.progress
+            )
+        except BaseException:
+            self.close()  # the caller gets nothing that it could close
+            raise
         self._row_reducer = RowSparseReducer(
             self._transport, sink, self.progress, checksum=scheme.checksum
         )
@@ -420,7 +425,12 @@ class DDPState(HostState):
             )
 
     def close(self) -> None:
-        """Ends the thread and releases the process group; DDP cannot be used afterwards."""
+        """Ends the thread and releases the process group; DDP cannot be used afterwards.
+
+        Later calls do nothing: the group may be another state's by then.
+        """
+        if self._is_closed:
+            return
         self._is_closed = True
         for remove_hook in self._unwatch:
             remove_hook()

@@ -3,8 +3,8 @@
 On the CPU it is always the compiled codec. On a CUDA device it is the compiled codec if the
 extension's CUDA part is there or can be built, and its kernels were compiled for that GPU. Else
 `torch_codec` replaces it, and a line in the log says why. MEGATRON_SPARSE_CODEC=cuda makes that an
-error; MEGATRON_SPARSE_CODEC=torch selects `torch_codec`. Ranks need not agree as long as no rank
-sends Pici, which only the compiled codec reads.
+error; MEGATRON_SPARSE_CODEC=torch selects `torch_codec`. Ranks need not agree as long as all send
+dense or COO records, back to back and not sealed: `torch_codec` reads no others.
 """
 
 from __future__ import annotations

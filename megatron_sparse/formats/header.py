@@ -77,13 +77,14 @@ class Header:
 
     Attributes:
         format: one of the `FORMAT_*` codes.
-        dtype: of the values: 0 fp32, 1 bf16, 2 fp16.
+        dtype: of the values: 0 fp32, 1 bf16, 2 fp16; of Rice also 3 q8, 4 q4, 5 q3, 6 q2.
         numel: elements of the segment.
         nnz: non-zero elements.
         payload_bytes: bytes of all sections, padding included.
         offset: the segment's first element in the bucket.
         step: the optimizer step, taken modulo 2^32.
-        flags: options of the format; `FLAG_PICI_LINEAR` or 0.
+        flags: of Pici `FLAG_PICI_LINEAR` or 0; of moves the coder; of quantised differences the
+            bits of a code; else 0.
 
     Example:
         >>> h = Header(FORMAT_COO, 0, numel=8, nnz=1, payload_bytes=32, offset=0, step=7)

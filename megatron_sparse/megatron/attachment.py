@@ -33,7 +33,7 @@ from megatron_sparse.megatron.host_symbols import log_untested_megatron, require
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.replica_sums import summed_over_replicas
-from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
+from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, clips, warn_if_large
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import (
     ResidualUnit,
@@ -86,6 +86,7 @@ class Attachment(HostState):
         self.sink = sink
         self.grad_norm: float | None = None
         self.usual_norm = UsualNorm()
+        self._clips = False  # whether the optimizer clips the sum
         self.parameters = ParameterGathers(sink)
         self._launched: set[int] = set()  # `id` of each group that this step has launched
         self._optimizer: WatchedOptimizer | None = None
@@ -161,6 +162,7 @@ class Attachment(HostState):
         check_undo(self.config.compression, undo=undo)
         self.residuals.undo = undo or self.config.compression.undo == "always"
         self.residuals.is_reported = True  # by `_step_ended`
+        self._clips = clips(optimizer)
         self.unit.bind(optimizer)
         self.parameters.plan(
             self.groups, self.config, self.reducer, self.progress, self.chunks, optimizer
@@ -271,7 +273,7 @@ class Attachment(HostState):
         unit_change = self.unit.end_step(accepted=success)
         if success:
             share = None  # of the step's change that enters the residual; None: all
-            if self.residuals.undo:
+            if self.residuals.undo and self._clips:
                 share = self.usual_norm.share(grad_norm, self.step)
             self.residuals.commit(unit_change, share)
         else:

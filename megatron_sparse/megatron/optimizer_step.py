@@ -2,7 +2,7 @@
 
 In capacity mode on CUDA, Megatron's `finish_grad_sync` returns when a bucket's work is on a stream;
 the reports that say whether the sum is right come to the host later. Megatron's optimizers prepare
-the gradients in `step`, read their norm on the host if they clip, and change parameters in
+the gradients in `step`, read their norm on the host, and change parameters in
 `step_with_ready_grads`. The plugin reads the reports right before that: once the norm has been read
 they are there, so the host does not wait. For an optimizer without that method it reads them before
 `step`.

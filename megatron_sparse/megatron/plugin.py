@@ -245,10 +245,9 @@ class Plugin:
 
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         """Megatron's save, with the plugin's state if the format can hold it."""
-        assert self.attachment is not None
-        assert self.telemetry is not None
-        # A run that is killed goes on from here, and must have the lines of what is done.
-        self.telemetry.flush()
+        if self.telemetry is not None:  # None with --skip-train, which may convert a checkpoint
+            # A run that is killed goes on from here, and must have the lines of what is done.
+            self.telemetry.flush()
         arguments = _arguments()
         is_temporary = bool(kwargs.get("non_persistent_ckpt"))
         is_local = is_temporary and arguments.non_persistent_ckpt_type == "local"
@@ -272,22 +271,22 @@ class Plugin:
         original = self._originals["load_checkpoint"]
         try:
             result = original(*args, **kwargs)
-        except CheckpointException as error:  # torch's; every rank has it
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            bound.apply_defaults()
+            folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
+            iteration = result[0]
+            saved_at = _loaded_iteration(folder, iteration)
+            if folder and saved_at and self.attachment is not None:
+                checkpoint.load(self.attachment, _loaded_folder(folder, saved_at), iteration)
+        except CheckpointException as error:  # torch's; of the ranks that read the damaged file
             reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(
-                "Megatron cannot read the checkpoint",
+                "the checkpoint cannot be read",
                 expected="files as they were saved",
                 got=f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]}",
                 remedy="go back: write the iteration of an older checkpoint into "
                 f"{checkpoint_folder.TRACKER}",
             ) from error
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        bound.apply_defaults()
-        folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
-        iteration = result[0]
-        saved_at = _loaded_iteration(folder, iteration)
-        if folder and saved_at and self.attachment is not None:
-            checkpoint.load(self.attachment, _loaded_folder(folder, saved_at), iteration)
         return result
 
     def _write_plan(self, run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -118,15 +118,19 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        # The cluster with a group's own nodes, of groups on several, by their ranks.
+        # The cluster with a group's own nodes, by the ranks of all its instances.
         self._clusters: dict[int, ClusterModel] = {}
 
-    def join(self, transport: Transport) -> None:
+    def join(self, transport: Transport, instances: int = 1) -> None:
         """See `Planner`. The group is priced on its own nodes; the file's may have more ranks."""
-        super().join(transport)
-        nodes = tuple(map(len, members_of(transport.nodes)))
-        if len(nodes) > 1:
-            self._clusters[transport.world_size] = replace(self._cluster, nodes=nodes)
+        super().join(transport, instances)
+        nodes = tuple(map(len, members_of(transport.nodes))) * instances
+        cluster = self._cluster
+        if len(nodes) == 1 < len(cluster.nodes):
+            if cluster.is_model:
+                return  # this machine may stand for the model's nodes
+            cluster = replace(cluster, dense=cluster.intra)  # it was measured across nodes
+        self._clusters[sum(nodes)] = replace(cluster, nodes=nodes)
 
     # The choice
 
@@ -196,19 +200,23 @@ class PricedPlanner(Planner):
 
     def _state_of(self, bucket: Bucket) -> BucketState:
         """The bucket's state; a new one if it has none, or one of another size or group."""
+        cluster = self._clusters.get(bucket.world_size * bucket.lanes)
+        nodes = () if cluster is None else cluster.nodes
         state = self._states.get(bucket.name)
-        if state is None or not state.fits(bucket):
+        if state is None or not state.fits(bucket, nodes):
             if state is not None and self._logs:
                 logger.warning(
-                    "bucket %s is planned anew: what is known is of %d elements on %d ranks, and "
-                    "it has %d on %d",
+                    "bucket %s is planned anew: what is known is of %d elements on %d ranks%s, and "
+                    "it has %d on %d%s",
                     bucket.name,
                     state.numel,
                     state.world_size,
+                    _on(state.nodes),
                     bucket.numel,
                     bucket.world_size,
+                    _on(nodes),
                 )
-            state = self._states[bucket.name] = BucketState.of(bucket)
+            state = self._states[bucket.name] = BucketState.of(bucket, nodes)
         return state
 
     # What ranks exchange
@@ -286,7 +294,7 @@ class PricedPlanner(Planner):
                 "the saved plan is damaged",
                 expected="what the planner saved",
                 got=error,
-                remedy="start from another checkpoint, or delete the plugin's folder in this one",
+                remedy="start from another checkpoint",
             ) from error
         if not has_same_basis:
             if self._logs:
@@ -303,6 +311,11 @@ class PricedPlanner(Planner):
         # A scheme of the user's own may not be registered in every process.
         parts.append(candidates(self._config.schemes, self._compression.given_value_bits))
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
+
+
+def _on(nodes: Sequence[int]) -> str:
+    """For the log: the nodes, if they are known."""
+    return f" (nodes of {', '.join(map(str, nodes))})" if nodes else ""
 
 
 def _settled(state: BucketState) -> Choice:

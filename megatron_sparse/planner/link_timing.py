@@ -255,7 +255,7 @@ def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Meas
     round_bytes, times_s = [], []
     for nbytes in sweep.message_bytes:
         piece = nbytes // 8  # Elements of 4 bytes: a ring's messages are half as long as above.
-        values_N = torch.zeros(n * piece, device=transport.device)
+        values_N = torch.zeros(n * piece, dtype=torch.float32, device=transport.device)
 
         def reduce(values_N: torch.Tensor = values_N) -> Iterable[Work]:
             """The one all-reduce between two readings of the clock."""

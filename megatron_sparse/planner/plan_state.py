@@ -7,7 +7,7 @@ the ranks have exchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class BucketState:
         hopeless: True if no candidate would beat dense even if all ranks selected the same
             elements.
         lanes: as `Bucket.lanes`.
+        nodes: ranks on each node of its group; empty where it is priced on the file's.
     """
 
     numel: int
@@ -48,21 +49,25 @@ class BucketState:
     profile_density: float = 1.0
     hopeless: bool = False
     lanes: int = 1
+    nodes: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, bucket: Bucket) -> BucketState:
+    def of(cls, bucket: Bucket, nodes: Sequence[int] = ()) -> BucketState:
         """The state before anything is known."""
-        return cls(bucket.numel, str(bucket.op), bucket.world_size, lanes=bucket.lanes)
+        ranks, lanes = bucket.world_size, bucket.lanes
+        return cls(bucket.numel, str(bucket.op), ranks, lanes=lanes, nodes=[*nodes])
 
-    def fits(self, bucket: Bucket) -> bool:
+    def fits(self, bucket: Bucket, nodes: Sequence[int] = ()) -> bool:
         """Whether the state is this bucket's: in another model, cut or group its name may recur."""
-        own = (self.numel, self.op, self.world_size, self.lanes)
-        return own == (bucket.numel, str(bucket.op), bucket.world_size, bucket.lanes)
+        own = (self.numel, self.op, self.world_size, self.lanes, self.nodes)
+        wanted = (bucket.numel, str(bucket.op), bucket.world_size, bucket.lanes, [*nodes])
+        return own == wanted
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, by field; a copy."""
         profile = None if self.profile is None else self.profile.to_dict()
-        return vars(self) | {"profile": profile, "predicted_us": dict(self.predicted_us)}
+        copies = {"predicted_us": dict(self.predicted_us), "nodes": [*self.nodes]}
+        return vars(self) | {"profile": profile} | copies
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BucketState:

@@ -25,7 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from megatron_sparse.config.redaction import is_secret_name, redact_text
+from megatron_sparse.config.redaction import redact_command, redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError, SweepError, raise_together
 from megatron_sparse.extras import require
@@ -241,14 +241,16 @@ def _check_secrets(overrides: Sequence[str]) -> None:
         ConfigError: an override has a secret in it.
     """
     for text in overrides:
-        key = text.partition("=")[0].lstrip("+~")
-        # Or inside the value, as in cluster.env={NAME:VALUE}, or known by its form.
-        if is_secret_name(key) or redact_text(text) != text:
+        key, word = text.partition("=")[0].lstrip("+~"), shlex.quote(text)
+        # By its name, or inside the value, as in cluster.env={NAME:VALUE}, or by its form.
+        if redact_command(word) != word:
+            name = key.rpartition(".")[2]
+            variable = "the variable" if name == "env" else name
             raise ConfigError(
                 f"{key} cannot be an override of a sweep",
                 expected="a key without a secret: Hydra writes a sweep's overrides into its files",
                 got=f"{key}=***",
-                remedy=f"export {key.rpartition('.')[2]} in the environment instead",
+                remedy=f"export {variable} in the environment instead",
             )
 
 

@@ -158,6 +158,9 @@ def requeue(environment: Mapping[str, str]) -> None:
         ConfigError: this is no Slurm job, or Slurm refuses.
     """
     job = environment.get("SLURM_JOB_ID")
+    if job is not None and job == environment.get("SLURM_ARRAY_JOB_ID"):
+        # An array's last task has the array's number, which stands for all of its tasks.
+        job = f"{job}_{environment['SLURM_ARRAY_TASK_ID']}"
     try:
         if job is None:
             raise FileNotFoundError("no SLURM_JOB_ID in the environment")

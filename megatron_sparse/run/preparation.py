@@ -125,7 +125,6 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
         in_launcher: also asks Megatron about the `megatron:` section, which imports it.
 
     Raises:
-        CheckpointError: there is no checkpoint in `training.load`.
         ConfigError: the data and the model do not fit, settings of the plugin do not, a file of the
             planner cannot be read, or a flag of Megatron is set that a key of ours owns.
         DependencyError: a package that the ranks or the optimizer need is missing.
@@ -181,7 +180,7 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
         in_rank: whether this process will train; on a CPU it then enters CPU mode first.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or does not fit.
+        CheckpointError: `training.load` has no checkpoint, or it is not complete, or does not fit.
         ConfigError: there is nothing to resume.
     """
     from megatron_sparse.megatron import training
@@ -292,7 +291,10 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         # Elsewhere one queue would make a bucket's kernels wait for the backward pass.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     found |= config.cluster.env
-    found |= {name: os.environ[name] for name in found if name in os.environ}
+    given = dict(os.environ)
+    if "TORCHELASTIC_RUN_ID" in given and given.get("OMP_NUM_THREADS") == "1":
+        del given["OMP_NUM_THREADS"]  # torchrun sets it where the user has not
+    found |= {name: given[name] for name in found if name in given}
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
         found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}

@@ -162,7 +162,7 @@ def _set_environment(chosen: dict[str, str]) -> None:
     import torch
 
     threads = chosen["OMP_NUM_THREADS"]
-    if "OMP_NUM_THREADS" not in os.environ and threads.isdecimal():
+    if threads != os.environ.get("OMP_NUM_THREADS") and threads.isdecimal():
         torch.set_num_threads(int(threads))
     os.environ.update(chosen)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from statistics import fmean, median
@@ -72,24 +72,32 @@ class DelayStatistics:
     @classmethod
     def of(cls, buckets: Sequence[Sequence[Readiness]]) -> DelayStatistics | None:
         """Statistics of the given buckets' steps, each in order; None without observations."""
-        observed = [*chain(*buckets)]
-        if not observed:
+        return cls.of_delays(
+            [[delay_s(ready_s) for ready_s in steps] for steps in buckets],
+            [[last_rank(ready_s) for ready_s in steps] for steps in buckets],
+        )
+
+    @classmethod
+    def of_delays(
+        cls, delays: Iterable[Iterable[float]], last_ranks: Sequence[Sequence[int]]
+    ) -> DelayStatistics | None:
+        """`of`, from the delay in seconds and the last rank of each step, by bucket."""
+        every_s = [*chain(*delays)]
+        if not every_s:
             return None
-        delays = [delay_s(ready_s) for ready_s in observed]
-        last_ranks = [[last_rank(ready_s) for ready_s in steps] for steps in buckets]
         repeats = []  # for two steps of a bucket that follow one another: the same rank was last
         for ranks in last_ranks:
             repeats += [rank == following for rank, following in pairwise(ranks)]
         counts = Counter(chain(*last_ranks))
         rank = max(counts, key=lambda rank: (counts[rank], -rank))  # of equals, the lowest
         return cls(
-            count=len(observed),
-            median_s=median(delays),
-            mean_s=fmean(delays),
-            max_s=max(delays),
+            count=len(every_s),
+            median_s=median(every_s),
+            mean_s=fmean(every_s),
+            max_s=max(every_s),
             persistence=fmean(repeats) if repeats else None,
             rank=rank,
-            share=counts[rank] / len(observed),
+            share=counts[rank] / len(every_s),
         )
 
 
@@ -129,7 +137,3 @@ class History:
     def steps(self, bucket: str) -> list[tuple[float, ...]]:
         """The steps of a bucket, the oldest first."""
         return list(self._steps.get(bucket, ()))
-
-    def statistics(self) -> DelayStatistics | None:
-        """Statistics of all buckets together."""
-        return DelayStatistics.of([list(steps) for steps in self._steps.values()])

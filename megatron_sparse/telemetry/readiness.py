@@ -8,8 +8,9 @@ for the last one, in milliseconds (`waited_ms`, 0 for the straggler). Runs write
 from __future__ import annotations
 
 import json
+from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,33 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
     Raises:
         ConfigError: nothing was measured, or the file is not what a run writes.
     """
-    path = Path(run_dir) / READINESS_FILE
     found: dict[str, list[ReadinessRecord]] = defaultdict(list)
+    for record in _records(run_dir):
+        found[record.bucket].append(record)
+    return dict(found)
+
+
+def summary_of_run(run_dir: Path) -> dict[str, Any] | None:
+    """`summary_of` all delays of a run; of a line it keeps only the delay and the last rank.
+
+    Raises:
+        ConfigError: as of `load_readiness`.
+    """
+    delays: dict[str, array[float]] = defaultdict(lambda: array("d"))
+    last_ranks: dict[str, array[int]] = defaultdict(lambda: array("i"))
+    for record in _records(run_dir):
+        delays[record.bucket].append(delay_s(record.ready_s))
+        last_ranks[record.bucket].append(last_rank(record.ready_s))
+    return summary_of(DelayStatistics.of_delays(delays.values(), [*last_ranks.values()]))
+
+
+def _records(run_dir: Path) -> Iterator[ReadinessRecord]:
+    """The records of a run, line by line; raises the errors of `load_readiness`."""
+    path = Path(run_dir) / READINESS_FILE
     try:
         for line in read_lines(path):
             waited_s = tuple(float(waited_ms) / 1e3 for waited_ms in line["waited_ms"])
-            found[line["bucket"]].append(
-                ReadinessRecord(line["bucket"], line["iteration"] - 1, waited_s)
-            )
+            yield ReadinessRecord(line["bucket"], line["iteration"] - 1, waited_s)
     except OSError as error:
         raise ConfigError(
             f"{run_dir} holds no measured delays",
@@ -56,7 +76,6 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise other_version(path, error, "read it with the version that trained") from None
-    return dict(found)
 
 
 def statistics_of(buckets: Sequence[Sequence[ReadinessRecord]]) -> DelayStatistics | None:

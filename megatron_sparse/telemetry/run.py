@@ -35,11 +35,9 @@ from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
-    load_readiness,
     readiness_line,
-    statistics_of,
     step_scalars,
-    summary_of,
+    summary_of_run,
 )
 from megatron_sparse.telemetry.run_lock import locked
 from megatron_sparse.telemetry.sinks import ScalarSink
@@ -359,7 +357,7 @@ class RunTelemetry:
         """Statistics of all delays in the run's folder; None if none were measured."""
         if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
             return None
-        return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
+        return summary_of_run(self._run_dir)
 
 
 def machine() -> dict[str, Any]:

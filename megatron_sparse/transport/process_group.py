@@ -88,8 +88,11 @@ class ProcessGroupTransport:
                 got=f"{device.type} with {backend}",
                 remedy="choose --distributed-backend to match",
             )
-        if nccl_engine and device.type == "cuda":
+        if nccl_engine:  # before anything is made that a refusal would have to give back
+            if device.type != "cuda":
+                raise refusal(device.type)
             require_supported(parent)
+            loaded_nccl()
         own_rank = dist.get_rank()  # the global one
         ranks = list(group) if is_ranks else dist.get_process_group_ranks(parent)
         self.rank = ranks.index(own_rank)
@@ -113,9 +116,7 @@ class ProcessGroupTransport:
             self.communicator = self._make_communicator()
 
     def _make_communicator(self) -> NcclCommunicator:
-        """Makes NCCL's communicator for `scheme.nccl_engine`; raises ConfigError on a CPU."""
-        if self.device.type != "cuda":
-            raise refusal(self.device.type)
+        """Makes NCCL's communicator for `scheme.nccl_engine`."""
         return NcclCommunicator(
             loaded_nccl(),
             self.rank,

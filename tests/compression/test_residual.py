@@ -1,10 +1,15 @@
 """Provisional selections: commit, rollback, repeat; residuals by parameter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.ddp.buckets import DDPBuckets
 from megatron_sparse.errors import CheckpointError, SelectionError
 
 
@@ -232,3 +237,26 @@ def test_of_a_dense_step_that_does_not_count_whole_the_rest_stays(changes, left)
     store.commit(**changes)
     assert ("b" in store) == (left is not None)
     assert left is None or (store["b"] == left).all()
+
+
+def test_a_step_goes_on_in_new_buckets():
+    """DDP makes new ones after its first pass; a step that is then skipped leaves nothing."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "vw"})
+    v, w = (model[name].weight for name in "vw")
+    store = _store()
+    buckets = DDPBuckets(model, ParameterFilter(CompressionConfig()), 2, store)
+
+    def place(index, *parameters):
+        values_N = torch.zeros(4 * len(parameters))
+        made = SimpleNamespace(parameters=lambda: parameters, buffer=lambda: values_N)
+        return buckets.place(made, index)
+
+    for index, parameter in enumerate((v, w)):
+        store.begin(place(index, parameter)).fill_(1.0)
+    buckets.end_pass()
+    store.go_on()
+    store.begin(place(0, w, v)).add_(1.0)
+    assert (store["bucket0"] == 2.0).all()
+    store.rollback()
+    assert not store["bucket0"].any()
+    assert list(store._buckets) == ["bucket0"], "the old ones keep no gradient alive"

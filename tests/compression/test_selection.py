@@ -132,3 +132,24 @@ def test_each_step_samples_other_elements():
         for step in range(4)
     }
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_process_does_not_matter(default):
+    """A script may set it, to make its model in bf16."""
+    gradients = [_gradient(step) for step in range(3)]
+
+    def sent():
+        rank, values = _rank(), []
+        for step, density in enumerate((0.1, 1.0)):
+            values.append(rank.send(gradients[step], step, density=density))
+            rank.residuals.commit()
+        return [*values, rank.send_whole(gradients[2], 2)]
+
+    expected = sent()
+    torch.set_default_dtype(default)
+    try:
+        found = sent()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))

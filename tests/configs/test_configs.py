@@ -287,3 +287,9 @@ class TestFile:
             ConfigError, match=r"config\.yaml cannot be read|modle|wrong type|'training\.lrr'"
         ):
             load(path)
+
+
+def test_the_launcher_names_the_signal_that_submitit_sends():
+    slurm = pytest.importorskip("submitit.slurm.slurm")
+    text = (CONFIGS / "hydra" / "launcher" / "submitit_slurm.yaml").read_text()
+    assert f"training.save_signal=SIG{slurm.SlurmJobEnvironment.USR_SIG} " in text

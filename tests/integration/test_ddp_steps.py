@@ -3,13 +3,16 @@
 import copy
 import io
 import logging
+import threading
 from functools import partial
 
 import pytest
 import torch
 
 import megatron_sparse
+from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.transport import groups
 from tests.ranks import run_ranks
 
 SIDE = 64
@@ -263,3 +266,36 @@ def _switched_off(rank, world_size):
 
 def test_a_run_that_was_switched_off_is_off_when_it_goes_on():
     assert run_ranks(_switched_off, 1) == [False]
+
+
+def _closed_again(rank, world_size):
+    *_, first = _hooked(**FIVE_PERCENT)
+    first.close()
+    *_, second = _hooked(**FIVE_PERCENT)
+    first.close()
+    return second._transport.group in groups._lent
+
+
+def test_a_state_that_is_closed_twice_leaves_others_their_group():
+    assert run_ranks(_closed_again, 1) == [True]
+
+
+def _refused_late(rank, world_size):
+    with pytest.raises(ConfigError, match=r"straggler\.rank"):
+        _hooked(straggler=StragglerConfig(mode="pinned", rank=99))
+    names = [thread.name for thread in threading.enumerate()]
+    return len(groups._lent), names.count("megatron_sparse")
+
+
+def test_a_refused_state_gives_its_thread_and_group_back():
+    assert run_ranks(_refused_late, 1) == [(0, 0)]
+
+
+def _beside_a_disabled_scaler(rank, world_size):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    weights, _ = _loop(rank, USED)
+    return scaler.is_enabled(), bool(weights.any())
+
+
+def test_a_scaler_that_is_switched_off_is_none():
+    assert run_ranks(_beside_a_disabled_scaler, 1) == [(False, True)]

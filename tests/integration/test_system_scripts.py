@@ -88,13 +88,24 @@ def test_packages_that_cannot_be_installed_are_named_without_failing(
         (143, "n1", 0, "COMPLETING", False),  # a rank has asked for the restart already
     ],
 )
+@pytest.mark.parametrize(
+    ("array", "job"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2")],
+)
 def test_only_a_lost_node_starts_a_job_again(
-    tmp_path: Path, code: int, gone: str, restarts: int, state: str, requeued: bool
+    tmp_path: Path,
+    code: int,
+    gone: str,
+    restarts: int,
+    state: str,
+    requeued: bool,
+    array: dict[str, str],
+    job: str,
 ) -> None:
     stand_ins = {
         "scontrol": f'[ "$1" = show ] && echo n0 n1 || echo "$*" >>{tmp_path}/asked',
         "srun": f'case "$*" in *nodelist={gone}*) exit 1;; esac',
-        "squeue": f"echo {state}",
+        "squeue": f'[ "$2" = --jobs={job} ] && echo {state}',
         "sleep": ":",
     }
     for name, text in stand_ins.items():
@@ -104,10 +115,30 @@ def test_only_a_lost_node_starts_a_job_again(
         SLURM_JOB_ID="7",
         SLURM_JOB_NODELIST="n[0-1]",
         SLURM_RESTART_COUNT=str(restarts),
+        **array,
     )
     script = f". scripts/slurm_job.sh; train sh -c 'exit {code}'"
     done = ended(["bash", "-euo", "pipefail", "-c", script], env=variables)
     assert done.returncode == code, done.stderr
     asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
+    assert (asked.read_text() if asked.exists() else "") == (f"requeue {job}\n" if requeued else "")
     assert ("no longer answer: n1" in done.stderr) is (requeued or restarts == 3)
+
+
+def test_what_a_job_passes_on_to_srun(tmp_path: Path) -> None:
+    stand_in(tmp_path / "python", "exit 0")
+    stand_in(tmp_path / "scontrol", "seq -f node%05g 100000")
+    variables = with_variables(
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        PYTHON=str(tmp_path / "python"),
+        MASTER_ADDR="",
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="node[00001-99999]",
+        SLURM_EXPORT_ENV="NONE",
+        SLURM_CPUS_PER_TASK="4",
+    )
+    shown = 'echo "$MASTER_ADDR $SLURM_EXPORT_ENV $SRUN_CPUS_PER_TASK"'
+    script = f". scripts/slurm_job.sh; setup; {shown}"
+    done = ended(["bash", "-euo", "pipefail", "-c", script], env=variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "node00001 ALL 4"

@@ -59,7 +59,10 @@ def lone_rank(monkeypatch):
 
 
 def plan(
-    groups: list[GroupBuckets], method: str, *chunks: Any, rank_1: Callable[[Any], Any] | None = None
+    groups: list[GroupBuckets],
+    method: str,
+    *chunks: Any,
+    rank_1: Callable[[Any], Any] | None = None,
 ) -> ParameterGathers:
     """Plans with a second rank that has the same settings, or what `rank_1` makes of them."""
     gathers = ParameterGathers(NullSink())

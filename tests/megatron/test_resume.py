@@ -151,15 +151,35 @@ def test_residuals_come_from_the_folder_that_was_loaded(tmp_path, monkeypatch, o
     assert taken == [(folder / f"iter_{loaded:07d}", override)]
 
 
-def test_a_damaged_file_is_a_typed_error():
-    def load():
-        raise CheckpointException("read", {1: _wrap_exception(ValueError("no zip\nat all"))})
-
+@pytest.mark.parametrize("of_megatron", [True, False])
+def test_a_damaged_file_is_a_typed_error(of_megatron, monkeypatch):
     from megatron_sparse.megatron import plugin
 
+    def fail(*_):
+        raise CheckpointException("read", {1: _wrap_exception(ValueError("no zip\nat all"))})
+
+    def load(load_arg="load"):
+        return fail() if of_megatron else (SAVED_AT, 0)
+
+    arguments = SimpleNamespace(load="folder", non_persistent_ckpt_type=None)
+    monkeypatch.setattr(plugin, "_arguments", lambda: arguments)
+    monkeypatch.setattr(plugin, "_loaded_iteration", lambda *_: SAVED_AT)
+    monkeypatch.setattr(plugin, "_loaded_folder", lambda *_: "folder")
+    monkeypatch.setattr(plugin.checkpoint, "load", fail)
     host = SimpleNamespace(_originals={"load_checkpoint": load}, attachment=object())
     with pytest.raises(CheckpointError, match=r"ValueError: no zip\n.*older checkpoint"):
         plugin.Plugin._load_checkpoint(host)
+
+
+def test_a_checkpoint_is_converted_without_training(monkeypatch):
+    """With --skip-train nothing is attached."""
+    from megatron_sparse.megatron import plugin
+
+    arguments = SimpleNamespace(ckpt_format="torch")
+    monkeypatch.setattr(plugin, "_arguments", lambda: arguments)
+    save = {"save_checkpoint": lambda iteration, model: (iteration, model)}
+    host = SimpleNamespace(_originals=save, attachment=None, telemetry=None)
+    assert plugin.Plugin._save_checkpoint(host, 3, None) == (3, None)
 
 
 @pytest.mark.slow

@@ -56,9 +56,13 @@ class Counted(UsualNorm):
         return found
 
 
-def _norms(*, guarded, undo):
+def _norms(*, guarded, undo, clip_grad=1.0):
     """Norms of 25 usual steps, and of 8 after a step whose gradient is 1000 times too large."""
-    with running(SMALL, **SPARSE, undo=undo) as run:
+    from megatron_sparse.megatron import attach
+
+    with running(SMALL) as run:
+        run.model.optimizer.config.clip_grad = clip_grad  # all its parts share it
+        run.attachment = attach([run.model.ddp], run.model.optimizer, undo=undo, **SPARSE)
         norms = []
         for step in range(34):
             if step == 0 or not guarded:
@@ -82,6 +86,14 @@ def test_a_spike_does_not_come_back(rank):
         assert usual == before, "bit for bit, as nothing was a spike"
         assert max(after) > 20 * median(before), "without the guard or an undo copy it does"
         assert spikes == 0
+
+
+@on_ranks(2)
+def test_without_clipping_nothing_of_a_spike_is_scaled_down(rank):
+    """Megatron tells the norm all the same."""
+    before, spike, _, spikes = _norms(guarded=True, undo="always", clip_grad=0.0)
+    assert spike > 100 * median(before)
+    assert spikes == 0
 
 
 def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):

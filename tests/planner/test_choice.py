@@ -9,7 +9,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.collectives.registry import check
+from megatron_sparse.collectives.registry import candidates, check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
@@ -133,11 +133,17 @@ def test_saved_state_of_another_model_or_group_is_not_used(prices, caplog, monke
     changed.load_state_dict(first.state_dict())
     assert "settings have changed" in caplog.text
     assert changed.state_dict()["buckets"]["b"]["chosen"] is None
+    moved = a_planner()
+    moved.load_state_dict(first.state_dict())
+    moved.join(VirtualCluster(4, Topology.even(4, 2, Link(0, 0), Link(0, 0))).transports[0])
+    plan(moved)
+    assert moved.state_dict()["buckets"]["b"]["nodes"] == [2, 2]
     narrow = a_planner(scheme={"wire_dtype": "bf16"})
     narrow.load_state_dict(first.state_dict())
     assert narrow.state_dict()["buckets"]["b"]["chosen"] is None
     saved = first.state_dict()
-    monkeypatch.delitem(SCHEMES, plan(first).scheme)
+    left = [name for name in candidates() if name != plan(first).scheme]
+    monkeypatch.setattr("megatron_sparse.collectives.registry.candidates", lambda: left)
     without = a_planner()
     without.load_state_dict(saved)
     assert without.state_dict()["buckets"]["b"]["chosen"] is None
@@ -250,3 +256,30 @@ def test_two_gloo_ranks_plan_alike_and_sum_exactly():
     for _, step, _, predicted_us in found:
         assert (predicted_us is not None) == (step >= 2), "the warm-up is not predicted"
     assert state["buckets"]["large"]["profile"]["density"] > 0
+
+
+def _priced(planner, **changes):
+    planner.plan_for(replace(a_bucket(torch.zeros(2**22)), **changes), 0)
+    return planner.state_dict()["buckets"]["b"]["predicted_us"]
+
+
+def test_a_group_within_a_host_is_priced_there_by_a_file_of_several():
+    planner = a_planner(compression={"density": 0.1, "value_bits": None}, schemes=["direct"])
+    measured = {"nodes": (2, 2), "fingerprint": {"hosts": "several"}}
+    planner._cluster = replace(find("ethernet_25gbit_8"), **measured)
+    planner._joined = True  # the fingerprint fits
+    planner.join(VirtualCluster(4).transports[0])
+    assert _priced(planner)["dense"] < 1000, "on the network 8233"
+
+
+def test_instances_are_priced_on_nodes_of_their_own():
+    settings = {"compression": {"density": 0.4, "value_bits": None}, "schemes": ["direct"]}
+    planner = a_planner("ethernet_25gbit_8", **settings)
+    planner.join(VirtualCluster(2).transports[0], 4)
+    assert _priced(planner, lanes=2)["direct"] > 10_000, "inside a node 256"
+
+
+def test_a_ramp_from_every_element_begins_in_few_bits():
+    config = SparseConfig.from_overrides(warmup_iters=0, ramp_iters=4, ramp_start_density=1.0)
+    planner = Planner(config.compression, config.scheme)
+    assert planner.plan_for(a_bucket(), 0).scheme == "dense_q"

@@ -127,10 +127,16 @@ class TestPreflight:
         preparation.preflight(made(*on_cpu, "plugin=false"))
 
 
-def test_the_agents_handlers_of_signals_end_with_it():
-    before = signal.getsignal(signal.SIGTERM)
-    with launch._own_handlers():
+def test_the_agents_handlers_of_signals_end_with_it(monkeypatch, tmp_path):
+    from torch.distributed.launcher import api
+
+    def agent(settings, command):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(api, "elastic_launch", agent)
+    before = signal.getsignal(signal.SIGTERM)
+    assert launch._run_agent(RunConfig(), tmp_path) == 0
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -155,12 +161,24 @@ class TestEnvironment:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert of(CUDA)["OMP_NUM_THREADS"] == "3"
 
+    def test_torchruns_own_number_of_threads_gives_way(self, of, monkeypatch):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert of(CUDA)["OMP_NUM_THREADS"] == "1"
+        assert of(CUDA, "cluster.env.OMP_NUM_THREADS='8'")["OMP_NUM_THREADS"] == "8"
+
     def test_torch_that_is_loaded_gets_its_number_of_threads(self):
         script = (
-            "import torch; from megatron_sparse.run.worker import _set_environment as set_\n"
-            "set_({'OMP_NUM_THREADS': '3'}); print(torch.get_num_threads())"
+            "import torch\nfrom megatron_sparse.config.run import RunConfig\n"
+            "from megatron_sparse.run import preparation, worker\n"
+            "worker._check_size = lambda config: None\n"
+            "worker._meet = lambda: (None, 0)\n"
+            "preparation.decide = lambda config: config\n"
+            "preparation.rank_environment = lambda config: {'OMP_NUM_THREADS': '3'}\n"
+            "worker._agree_on_folder = lambda *given: None\n"
+            "worker.run_started(RunConfig(), 'train'); print(torch.get_num_threads())"
         )
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         said = ended([sys.executable, "-c", script], check=True, env=environment).stdout
         assert int(said) == 3
 

@@ -75,6 +75,14 @@ class TestSlurm:
         assert launchers.host_of_each_rank({}) == []
         assert launchers.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
 
+    def test_the_last_task_of_an_array_requeues_itself_alone(self, scontrol, monkeypatch):
+        monkeypatch.setattr(launchers.time, "sleep", lambda seconds: None)
+        calls = scontrol("exit 0")
+        task = {"SLURM_ARRAY_TASK_ID": "3"}
+        launchers.requeue(STEP | task | {"SLURM_ARRAY_JOB_ID": "10007"})
+        launchers.requeue(STEP | task | {"SLURM_ARRAY_JOB_ID": "10005"})  # not the last one
+        assert calls.read_text() == "requeue 10007_3\nrequeue 10007\n"
+
     def test_others_are_no_ranks(self):
         batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
         for given in (batch_script, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, STEP | {"RANK": "0"}, {}):

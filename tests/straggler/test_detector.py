@@ -97,6 +97,6 @@ def test_history_forgets_what_is_older_than_its_length():
     history.add("b", [0.0, 7.0])
     assert history.steps("a") == [(float(step), 0.0) for step in range(2, HISTORY + 2)]
     assert history.steps("unknown") == []
-    statistics = history.statistics()
+    statistics = DelayStatistics.of([history.steps("a"), history.steps("b")])
     assert statistics is not None
     assert statistics.count == HISTORY + 1

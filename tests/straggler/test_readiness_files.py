@@ -1,13 +1,14 @@
 """A run's records of delays: lines, summary, scalars."""
 
 import json
+import tracemalloc
 
 import pytest
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
-from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
+from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness, summary_of_run
 from megatron_sparse.telemetry.run import RunTelemetry
 
 QUIET = TrackingConfig(console="off", tensorboard=False, wandb="disabled")
@@ -65,3 +66,21 @@ def test_a_run_that_measures_nothing_has_no_file(tmp_path):
     assert not (tmp_path / READINESS_FILE).exists()
     with pytest.raises(ConfigError, match="holds no measured delays"):
         load_readiness(tmp_path)
+
+
+def test_the_summary_of_a_long_run_takes_little_memory(tmp_path):
+    waited_ms = [float(rank) for rank in range(64)]
+    lines = [
+        json.dumps({"iteration": 1 + number, "bucket": "a", "waited_ms": waited_ms})
+        for number in range(2000)
+    ]
+    (tmp_path / READINESS_FILE).write_text("\n".join(lines) + "\n")
+    tracemalloc.start()
+    try:
+        found = summary_of_run(tmp_path)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert found["count"] == 2000
+    assert most_bytes < 200 * 2000, "64 numbers of a line take ten times as much"

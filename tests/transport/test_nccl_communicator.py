@@ -123,13 +123,6 @@ def test_a_torch_without_it_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) ->
         loaded_nccl.__wrapped__()
 
 
-def test_there_is_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = object.__new__(ProcessGroupTransport)
-    transport.device = torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"scheme\.nccl_engine=true without NCCL"):
-        transport._make_communicator()
-
-
 def test_all_ranks_join_and_leave(fake: Any) -> None:
     made = make(fake, 3, 3)
     assert [each.words[:2].tolist() for each in made] == [[rank, 3] for rank in range(3)]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_sparse.errors import CommunicationError
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport import ProcessGroupTransport, groups
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.operation import Waiters
 from tests.ranks import on_ranks
@@ -109,3 +109,10 @@ def test_no_wait_stands_behind_another():
     for waiting in behind:
         waiting.result(DEADLINE_S)
     waiters.close()
+
+
+@on_ranks(2)
+def test_the_nccl_engine_is_refused_on_a_cpu_before_a_group_is_made(rank):
+    with pytest.raises(ConfigError, match=r"scheme\.nccl_engine=true without NCCL"):
+        ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"), nccl_engine=True)
+    assert not groups._lent
