@@ -452,3 +452,13 @@ def test_zens_theorem_1(best):
     where = find("ethernet_25gbit")
     found = predict_all(shape(n, numel=numel), profile, where, OPTIONS, set(ZEN_GRADIENTS))
     assert min(found, key=found.__getitem__) == best
+
+
+def test_dense_sums_in_few_bits_are_priced_in_few_bits():
+    asked = BucketShape(2**20, 0, 4, CollectiveOp.ALL_REDUCE, 4, value_bits=4)
+    where, profile = find("ethernet_25gbit_8"), prior(asked, 0.9)
+    rounded, full = (
+        predict("adaptive_ring", asked, profile, where, SchemeConfig(sum_bits=bits))
+        for bits in (8, None)
+    )
+    assert rounded < 0.9 * full

@@ -68,8 +68,10 @@ def start_of(runs: Path, *overrides: str, iterations: int = DONE) -> resume.Star
 class TestWhatIsLeft:
     """`training.resume=auto` says where it goes on."""
 
-    def test_nothing(self, runs, capsys):
-        config = config_of(runs, "resume=auto")
+    @pytest.mark.parametrize("load", [(), ("training.load=gone",)])
+    def test_nothing(self, runs, capsys, load):
+        """A run that goes on with its own checkpoint needs no other."""
+        config = config_of(runs, "resume=auto", *load)
         before = sorted(path for path in runs.rglob("*"))
         assert launch.run(config, "megatron-sparse train") == 0
         said = capsys.readouterr().out
@@ -364,6 +366,16 @@ class TestEnd:
         (checkpoint(runs / "mine/checkpoints", 2) / ".metadata").unlink()
         said = resume.go_on(config, runs / "mine", command)
         assert "the last checkpoint has iteration 1 of 5" in said
+
+    @pytest.mark.parametrize(("code", "advises"), [(2, False), (3, True)])
+    def test_advice_unless_the_next_start_repeats_it(
+        self, runs, monkeypatch, capsys, code, advises
+    ):
+        config = config_of(runs, iterations=5)
+        monkeypatch.setattr(preparation, "begin", lambda *_, **__: (config, runs / "mine"))
+        monkeypatch.setattr(launch, "_run_agent", lambda *_: code)
+        assert launch._launch(config, "megatron-sparse train") == code
+        assert ("; to go on:" in capsys.readouterr().err) == advises
 
     def test_a_temporary_checkpoint_counts_and_a_sweep_goes_on_with_all_its_runs(self, runs):
         checkpoints = runs / "mine/checkpoints"
