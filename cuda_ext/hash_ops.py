@@ -5,8 +5,8 @@ tensors of a call are 1-D, contiguous and on one device, and so are its results.
 same on every device and depend neither on the size of torch's thread pool nor on a GPU's
 scheduling. A seed is any int64. The compiled checks refuse arguments that do not fit together, so
 every wrapper raises `ExtensionError` with the expected and the actual value. On CUDA every call
-except `bitmap_pack` and `split` waits once for the device, to read whether any value was out of
-range.
+except `split` waits once for the device: to read whether any value was out of range or, in
+`bitmap_pack`, how many values are not zero.
 """
 
 from __future__ import annotations

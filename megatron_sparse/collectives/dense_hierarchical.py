@@ -192,7 +192,7 @@ def cost(run: DryRun) -> None:
     With s = N b bytes, m lanes and k nodes: 2 (m - 1) alpha + 2 (m - 1) / m s beta on the links
     inside a node, and 2 log2 k alpha + 2 (k - 1) / (m k) s beta on those between nodes. A
     reduce-scatter takes half. Added: the additions, the shuffle of a reduce-scatter, and the rounds
-    in which surplus ranks fold into a lane.
+    in which surplus ranks, the guests, fold into a lane.
     """
     sizes = run.clocks.topology.node_sizes
     lanes, nodes = min(sizes), len(sizes)
@@ -201,19 +201,19 @@ def cost(run: DryRun) -> None:
     if run.scatter:
         run.work(run.plain(CodecOp.COPY, numel))
     intra = run.clocks.topology.intra
-    most = -(-guests // lanes)  # guests of one lane, rounded up
+    most_guests = -(-guests // lanes)  # of one lane, rounded up
     if guests:
         # A lane takes its guests one after another.
-        run.clocks.work(most * (intra.alpha_s + intra.beta_s * numel * run.p))
-        run.work(most * run.plain(CodecOp.ADD, numel))
+        run.clocks.work(most_guests * (intra.alpha_s + intra.beta_s * numel * run.p))
+        run.work(most_guests * run.plain(CodecOp.ADD, numel))
     node = run.node(lanes)
     inside = run.part(run.shape, node)
     ring_reduce_scatter_cost(inside, numel)
     run.clocks.wait_for(inside.clocks)
-    # Lane 0 has the most surplus ranks; in a reduce-scatter their shards are in its part.
-    owners = [-(-size // lanes) if run.scatter else 1 for size in sizes]
+    # Lane 0 has the most guests; in a reduce-scatter their shards are in its part.
+    shards_of_lane_0 = [-(-size // lanes) if run.scatter else 1 for size in sizes]
     part = numel / (run.n if run.scatter else lanes * nodes)
-    offsets = [part * count for count in accumulate(owners, initial=0)]
+    offsets = [part * count for count in accumulate(shards_of_lane_0, initial=0)]
     shape = BucketShape(
         round(offsets[-1]), 0, run.b, run.shape.op, world_size=nodes, partial_bytes=run.p
     )
@@ -226,7 +226,8 @@ def cost(run: DryRun) -> None:
         run.clocks.wait_for(inside.clocks)
     if guests:
         nbytes = numel / run.n * run.p if run.scatter else numel * run.b
-        run.clocks.work(intra.alpha_s + most * intra.beta_s * nbytes)
+        # All results are posted together: one latency.
+        run.clocks.work(intra.alpha_s + most_guests * intra.beta_s * nbytes)
 
 
 SCHEME = Scheme("dense_hierarchical", Input.DENSE, run=dense_hierarchical, place=60, cost=cost)

@@ -163,6 +163,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
             got=bits,
             remedy="set compression.value_bits=null, or choose another scheme",
         )
+    # It sends every element, rounded to few bits.
     if chosen.sends_whole and scheme.wire_dtype is not None:
         raise ConfigError(
             f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",

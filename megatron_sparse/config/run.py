@@ -220,6 +220,8 @@ class RunConfig(Checked):
     def __post_init__(self) -> None:
         """Checks each key, then the keys of several sections that depend on one another."""
         super().__post_init__()
+        # Megatron writes its flags with dashes; everything here looks for underscores.
+        self.megatron = {key.replace("-", "_"): value for key, value in self.megatron.items()}
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
             raise ConfigError(
                 "name is not a valid folder name",

@@ -134,6 +134,7 @@ class SchemeConfig(Checked):
         if not takes_slots:
             return None
         if self.capacity == "auto":
+            # Lossless patterns and ranks without the compiled codec have made null of it already.
             return AUTO_CAPACITY if device_type == "cuda" else None
         return self.given_capacity
 

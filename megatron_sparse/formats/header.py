@@ -176,8 +176,9 @@ class Header:
         if self.format not in formats:
             raise wrong_field(rank, "format", " or ".join(map(str, formats)), self.format)
         known_flags = FLAG_PICI_LINEAR if self.format == FORMAT_PICI else 0
-        # All flags but the known one must be 0.
-        self.check_segment(value_dtype, numel, offset, step, rank, self.flags & known_flags)
+        # The known flag may be set or not; all others must be 0.
+        expected_flags = self.flags & known_flags
+        self.check_segment(value_dtype, numel, offset, step, rank, expected_flags)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
         if self.format in (FORMAT_BLOCKS, FORMAT_RICE):

@@ -203,10 +203,13 @@ def passed_flags(config: RunConfig, *, own: bool) -> dict[str, Any]:
 
     Args:
         config: the run.
-        own: whether the run goes on from its own checkpoint. `finetune`, which is about the one of
-            `training.load`, is then left out: with it Megatron would begin at iteration 0 again.
+        own: whether the run goes on from its own checkpoint. What is about the one of
+            `training.load` is then left out: with `finetune` Megatron would begin at iteration 0
+            again, with `no_load_optim` without the run's own optimizer and schedule.
     """
-    left_out = ("finetune",) if own else ()
+    left_out: tuple[str, ...] = ("finetune",) if own else ()
+    if own and config.training.load is not None:  # without one they are about the own checkpoint
+        left_out += ("no_load_optim", "no_load_rng")
     return {key: value for key, value in config.megatron.items() if key not in left_out}
 
 

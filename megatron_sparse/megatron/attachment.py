@@ -30,10 +30,10 @@ from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.bucket_group import Handle, TimedHandle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
-from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
+from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer, clips
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.replica_sums import summed_over_replicas
-from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, clips, warn_if_large
+from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import (
     ResidualUnit,
@@ -273,6 +273,8 @@ class Attachment(HostState):
         unit_change = self.unit.end_step(accepted=success)
         if success:
             share = None  # of the step's change that enters the residual; None: all
+            # What is withheld of a spike is scaled down as Megatron clips what was sent. That needs
+            # the residual as it was before the step.
             if self.residuals.undo and self._clips:
                 share = self.usual_norm.share(grad_norm, self.step)
             self.residuals.commit(unit_change, share)

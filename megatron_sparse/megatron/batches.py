@@ -73,6 +73,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         return dict.fromkeys(BATCH_KEYS)
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     tensor_group: Any = mpu.get_tensor_model_parallel_group()
+    # A validation, which Megatron runs without gradients, has a size of its own.
+    micro_batch = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     batch: dict[str, Any] = {}
     if tensor_rank == 0:
         assert data_iterator is not None, "this rank has no data"
@@ -90,9 +92,10 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         broadcast_group=tensor_group,
         cp_size=args.context_parallel_size,
         tp_rank=tensor_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        # Layers that predict several tokens are on the last stage, and embed the tokens again.
+        mtp_on_this_rank=last and bool(args.mtp_num_layers),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
@@ -132,6 +135,10 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model:
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
     output = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],  # for the prediction of several tokens, with own losses
     )
     return output, functools.partial(loss_function, batch["loss_mask"])

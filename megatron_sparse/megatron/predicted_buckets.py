@@ -128,7 +128,7 @@ def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
         vocab_size: of the model, without padding.
     """
     sharded = config.training.use_distributed_optimizer
-    instances = int(config.megatron.get("num_distributed_optimizer_instances", 1))
+    instances = int(config.megatron.get("num_distributed_optimizer_instances") or 1)
     ranks = config.data_parallel // instances
     parameters = predicted_parameters(config, vocab_size)
     # Tied embeddings whose other copy is on the last stage get a bucket of their own.

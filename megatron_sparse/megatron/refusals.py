@@ -168,7 +168,7 @@ def section_errors(section: Mapping[str, Any]) -> list[ConfigError]:
         )
         for refusal in REFUSALS
         for key, value in section.items()
-        if key.replace("-", "_") == refusal.key and refusal.is_on(value)
+        if key == refusal.key and refusal.is_on(value)
     ]
 
 
@@ -225,7 +225,7 @@ def check_optimizer(config: RunConfig) -> None:
         ConfigError: Megatron cannot run the optimizer in this precision, or sharded on a CPU.
         DependencyError: the package is missing.
     """
-    name = config.megatron.get("optimizer", "adam")
+    name = config.megatron.get("optimizer") or "adam"
     if name in ("adam", "sgd"):
         return
     if find_spec("emerging_optimizers") is None:

@@ -25,8 +25,16 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, raise_together
 from megatron_sparse.megatron import arguments, refusals
 
-_IGNORED = {"rampup_batch_size": "megatron.step_batch_size_schedule"}
-"""Flags that megatron-core 0.19 takes and ignores, and what does the same."""
+_OF_ITS_SCRIPT = (
+    *("fim_data", "sft", "dataloader_inter_document_masking", "hybrid_context_parallel"),
+    *("check_for_spiky_loss", "logits_load_dir", "overlap_moe_expert_parallel_comm"),
+)
+"""Flags that Megatron's pretrain_gpt.py follows itself; `batches`, which replaces it, does not."""
+_IGNORED = {
+    "rampup_batch_size": "training.global_batch_size holds from the first iteration on",
+    **dict.fromkeys(_OF_ITS_SCRIPT, "or run pretrain_gpt.py with megatron_sparse.install"),
+}
+"""Flags that do not work in `train`, and what to know; megatron-core 0.19 ignores the first."""
 _OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
 _DATA = "data"
 """Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
@@ -54,13 +62,13 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
         ]
     found += [
         ConfigError(
-            f"megatron.{name} has no effect in Megatron-LM",
-            expected="a flag that does something",
+            f"megatron.{name} does not work in megatron-sparse train",
+            expected="a flag that it follows",
             got=f"megatron.{name}={section[name]}",
-            remedy=f"leave it out, or set {other}",
+            remedy=f"leave it out; {other}",
         )
         for name, other in _IGNORED.items()
-        if section.get(name) is not None
+        if section.get(name) not in (None, False)
     ]
     return found
 

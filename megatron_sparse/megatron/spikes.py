@@ -5,7 +5,7 @@ was withheld is not: it would fill later steps, each of them clipped to the limi
 whose norm is far above the running median enters the residual as if it had been clipped to that
 median: the residual moves from its old value towards its new one by median / norm.
 
-Without clipping both parts stay as they are (`clips`). It needs the old residual, of which there is
+Without clipping both parts stay as they are. It needs the old residual, of which there is
 an undo copy (`ResidualStore.undo`). A residual that outgrows the gradient is warned about:
 `compression.residual_alarm`.
 
@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.optimizer_step import parts_of
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -80,12 +79,6 @@ class UsualNorm:
             norm / usual,
         )
         return usual / norm
-
-
-def clips(optimizer: Any) -> bool:
-    """Whether Megatron clips the sum. A norm does not say so: chained optimizers always tell it."""
-    configs = (getattr(part, "config", None) for part in parts_of(optimizer))
-    return any(getattr(config, "clip_grad", 0.0) > 0.0 for config in configs)
 
 
 def warn_if_large(step: int, norm: float, grad_norm: float, limit: float) -> None:

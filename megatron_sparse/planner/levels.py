@@ -85,17 +85,17 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
         grouped: whether a reduce-scatter is cut into one for each group, as at level `node`.
     """
     link = cluster.dense_link(inside)
-    scatters = shape.op is CollectiveOp.REDUCE_SCATTER
-    # Several reduce-scatters of fewer bytes pay more latencies for the same bytes together.
-    scatter_count = shape.world_size // inside if scatters and grouped else 1
-    rounds = (inside - 1) * scatter_count
+    is_reduce_scatter = shape.op is CollectiveOp.REDUCE_SCATTER
+    # k reduce-scatters of N / k elements: k times the latencies of one, and its bytes.
+    calls = shape.world_size // inside if is_reduce_scatter and grouped else 1
     part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
-    scatter_s = rounds * link.alpha_s + (inside - 1) * part_bytes * link.beta_s
-    agreement_s = 0.0  # of the all-gather by which ranks inside agree
+    scatter_s = (inside - 1) * (calls * link.alpha_s + part_bytes * link.beta_s)
+    # On a CPU, ranks inside first agree, by an all-gather, that they synchronise the same bucket.
+    agreement_s = 0.0
     if cluster.device == "cpu":
         agreement_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
     # An all-reduce gathers the sums inside, in as many seconds.
-    return agreement_s + (scatter_s if scatters else 2 * scatter_s)
+    return agreement_s + (scatter_s if is_reduce_scatter else 2 * scatter_s)
 
 
 def has_lanes(node_sizes: Sequence[int]) -> bool:

@@ -286,7 +286,10 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     Variables that the user has set keep their values, except the two that a CPU run overrides.
     """
     found = {"OMP_NUM_THREADS": "1"}
-    if config.training.tensor_parallel > 1 or config.megatron.get("context_parallel_size", 1) > 1:
+    if (
+        config.training.tensor_parallel > 1
+        or (config.megatron.get("context_parallel_size") or 1) > 1
+    ):
         # Megatron requires it there on devices before Blackwell: launches keep their order.
         # Elsewhere one queue would make a bucket's kernels wait for the backward pass.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -195,8 +195,11 @@ def _newest(config: RunConfig, run_dir: Path) -> int | None:
     return max((each for each in found if each is not None), default=None)
 
 
-_OF_THE_START = ("resume", "megatron.ckpt_step")
-"""Keys that choose a checkpoint, which the command that goes on must not choose again."""
+_OF_THE_START = (
+    *("resume", "megatron.ckpt_step"),
+    *("megatron.no_load_optim", "megatron.no_load_rng"),
+)
+"""Keys that choose a checkpoint or a part of it, which the command that goes on must not repeat."""
 
 
 def _key(word: str) -> str:

@@ -176,16 +176,18 @@ class SamplePlan:
         windows = -(-numel // WINDOW_NUMEL)
         count = min(windows, WINDOWS)
         generator = torch.Generator().manual_seed(draw_key(seed, step, "profile", name))
-        inside_W = torch.rand(count, generator=generator, dtype=torch.float64)
+        fraction_W = torch.rand(count, generator=generator, dtype=torch.float64)
         # Stratum i holds the windows from edges[i] to before edges[i + 1].
         edges = torch.arange(count + 1) * windows // max(count, 1)  # count may be 0
-        drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
+        drawn_W = edges[:-1] + (fraction_W * edges.diff()).long()
         # The numbers of partitions that a profile will ask for. Where they are powers of two, each
         # of their partitions is to be made of whole finest ones.
-        powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
+        counts = partition_counts(numel, world_size=1)  # the ranks' own number is no matter here
+        powers = [p for p in counts if p.bit_count() == 1]
         # As many as there are windows, at most `FINEST`, rounded down to a power of two.
-        fine = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
-        return cls(numel, world_size, max([*powers, fine]), drawn_W)
+        of_windows = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
+        finest = max([*powers, of_windows])
+        return cls(numel, world_size, finest, drawn_W)
 
     @property
     def is_whole(self) -> bool:

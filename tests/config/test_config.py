@@ -361,3 +361,9 @@ def test_the_help_has_every_option_and_every_key_in_a_line_with_its_value(flag, 
             assert re.search(rf"^ *{key.name}: .*(\n +)?# .", part, re.MULTILINE), key.name
     _, _, shown = text.partition("== Every key")
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_flags_of_megatron_may_have_dashes():
+    run = RunConfig(megatron={"context-parallel-size": 2}, cluster=ClusterConfig(ranks_per_node=8))
+    assert run.megatron == {"context_parallel_size": 2}
+    assert run.batch_ranks == 4

@@ -206,7 +206,7 @@ def test_a_library_that_does_not_load_is_a_typed_error(monkeypatch, tmp_path):
 
 @needs_nvcc
 def test_the_cuda_library_compiles_without_spills(tmp_path):
-    # The build itself refuses kernels that spill registers. A library that is up to date stays.
+    # A strict build refuses kernels that spill registers. A library that is up to date stays.
     (part,) = build.build("on", parts=("cuda",))
     assert part.state in ("built", "up to date")
     assert part.path.is_file()
@@ -254,6 +254,24 @@ def test_spills_are_refused():
     with pytest.raises(ExtensionError, match="spills registers") as caught:
         ptxas.refuse_spills(ptxas.read_report(report.format(spilled=4)))
     assert "8 bytes" in str(caught.value.got)
+
+
+@needs_nvcc
+def test_only_a_strict_build_refuses_spills(monkeypatch, tmp_path):
+    report = (
+        "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 64 registers, used 1 barriers, 8192 bytes smem\n"
+    )
+    monkeypatch.setattr(build, "compile_all", lambda jobs, verbose: [report] * len(jobs))
+    monkeypatch.setattr(build, "run", Mock(return_value=""))
+    monkeypatch.setattr(build, "install", Mock())
+    monkeypatch.setenv(build.STRICT, "0")
+    (part,) = build.build("on", tmp_path, parts=("cuda",))
+    assert part.state == "built"
+    monkeypatch.setenv(build.STRICT, "1")
+    with pytest.raises(ExtensionError, match="spills registers"):
+        build.build("on", tmp_path, parts=("cuda",))
 
 
 def test_each_library_is_made_of_its_own_sources(monkeypatch, tmp_path):

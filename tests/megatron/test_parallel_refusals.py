@@ -66,7 +66,7 @@ def test_a_setting_is_refused_before_a_rank_starts(refusal):
     value = refusal.only or 2
     for key in (refusal.key, refusal.key.replace("_", "-")):
         overrides = ["model=gpt_tiny", "data=mock", f"megatron.{key}={value}"]
-        with pytest.raises(ConfigError, match=rf"megatron\.{key}={value}") as caught:
+        with pytest.raises(ConfigError, match=rf"megatron\.{refusal.key}={value}") as caught:
             preparation.preflight(composition.compose(overrides))
         assert "plugin=false" in str(caught.value)
         preparation.preflight(composition.compose([*overrides, "plugin=false"]))

@@ -5,6 +5,8 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -385,3 +387,46 @@ class TestRuns:
         assert done.returncode != 0
         assert done.stderr.count("error: there is no corpus in none") == 1
         assert not (tmp_path / "it.1").exists()
+
+
+@pytest.mark.parametrize(("trains", "size"), [(True, 2), (False, 4)])
+@pytest.mark.parametrize("mtp", [None, 1])
+def test_what_a_last_stage_asks_of_a_batch(monkeypatch, trains, size, mtp):
+    from megatron_sparse.megatron import batches
+
+    args = SimpleNamespace(
+        micro_batch_size=2,
+        eval_micro_batch_size=4,
+        seq_length=8,
+        context_parallel_size=1,
+        pipeline_model_parallel_size=2,
+        create_attention_mask_in_dataloader=False,
+        mtp_num_layers=mtp,
+    )
+    monkeypatch.setattr(batches, "get_args", lambda: args)
+    place = {
+        "is_pipeline_first_stage": False,
+        "is_pipeline_last_stage": True,
+        "get_tensor_model_parallel_rank": 1,
+        "get_tensor_model_parallel_group": None,
+        "get_tensor_model_parallel_src_rank": 0,
+    }
+    for name, value in place.items():
+        monkeypatch.setattr(batches.mpu, name, lambda value=value: value)
+    asked = {}
+    monkeypatch.setattr(
+        batches, "get_batch_on_this_tp_rank", lambda batch, **how: asked.update(how) or batch
+    )
+    with torch.set_grad_enabled(trains):
+        batches.get_batch(None)
+    assert (asked["micro_batch_size"], asked["mtp_on_this_rank"]) == (size, bool(mtp))
+
+
+def test_a_model_gets_the_loss_mask(monkeypatch):
+    from megatron_sparse.megatron import batches
+
+    batch, model = {key: object() for key in batches.BATCH_KEYS}, MagicMock()
+    monkeypatch.setattr(batches, "get_timers", MagicMock())
+    monkeypatch.setattr(batches, "get_batch", lambda _: batch)
+    batches.forward_step(None, model)
+    assert model.call_args.kwargs["loss_mask"] is batch["loss_mask"]

@@ -186,6 +186,7 @@ class TestEnvironment:
         name = "CUDA_DEVICE_MAX_CONNECTIONS"
         monkeypatch.delenv(name, raising=False)
         assert name not in of(CUDA)
+        assert name not in of(CUDA, "megatron.context_parallel_size=null")
         for parallel in ("training.tensor_parallel=2", "megatron.context_parallel_size=2"):
             assert of(CUDA, parallel)[name] == "1"
             assert of(CUDA, parallel, f"cluster.env.{name}='8'")[name] == "8"

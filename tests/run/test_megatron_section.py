@@ -119,6 +119,12 @@ SCRIPTS = {
 MODEL = [f"model.{name}={value}" for name, value in SIZES.items()]
 ROPE = ["model.position_embedding_type=rope", "model.tied_embeddings=false"]
 FOUR = ["training.tensor_parallel=2", "training.pipeline_parallel=2", "cluster.ranks_per_node=4"]
+CONTEXT = [
+    "cluster.ranks_per_node=2",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=1",  # fits only with the next one
+    "megatron.context_parallel_size=2",
+]
 SHARDED = ["training.overlap_grad_reduce=true", "training.use_distributed_optimizer=true"]
 OVERRIDES = {
     "gpt3 175b": [*MODEL, *FOUR, "training.save_interval=10000"],
@@ -212,7 +218,10 @@ def _all(rank, world_size, folder):
             for name, section in SCRIPTS.items()
         },
         "alone": {name: _message([], section) for name, section in alone.items()}
-        | {"experts": _message(FOUR, {"num_experts": 2, "disable_bias_linear": True})},
+        | {
+            "experts": _message(FOUR, {"num_experts": 2, "disable_bias_linear": True}),
+            "context": _message(CONTEXT, {"context_parallel_size": 2}),
+        },
     }
 
 
@@ -282,6 +291,7 @@ def test_a_public_script_trains(tmp_path, name):
         ("layers", "apply_layernorm_1p=True: zero_centered_gamma not supported by torch LayerNorm"),
         ("layers", "context_parallel_size=2: context parallelism needs Transformer Engine"),
         ("experts", "num_experts=2: experts with tensor parallelism need sequence_parallel"),
+        ("context", "context_parallel_size=2: context parallelism needs Transformer Engine"),
         ("layers", 'rope_type=yarn: Common attention only support rope_type="rope"'),
     ],
 )
@@ -294,3 +304,12 @@ def test_a_flag_that_changes_a_key_of_ours_is_found_by_what_megatron_makes_of_it
 
 def test_other_flags_pass(messages):
     assert messages["alone"]["fine"] is None
+
+
+@pytest.mark.parametrize("flag", ["fim_data", "sft", "check_for_spiky_loss"])
+def test_a_flag_that_only_megatrons_own_script_follows_is_refused(flag):
+    from megatron_sparse.megatron.section import quick_errors
+
+    (error,) = quick_errors(compose(["data=mock", f"megatron.{flag}=true"]))
+    assert f"megatron.{flag} does not work" in str(error)
+    assert quick_errors(compose(["data=mock", f"megatron.{flag}=null"])) == []

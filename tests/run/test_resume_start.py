@@ -235,6 +235,13 @@ class TestFit:
         assert arguments.passed_flags(config, own=True) == without.megatron
         assert arguments.passed_flags(config, own=False) == config.megatron != without.megatron
 
+    def test_a_fresh_optimizer_is_for_the_loaded_checkpoint(self, runs):
+        flags = ("megatron.no_load_optim=true", "megatron.no_load_rng=true")
+        loads, own = config_of(runs, "training.load=a", *flags), config_of(runs, *flags)
+        assert arguments.passed_flags(loads, own=True) == config_of(runs).megatron
+        assert arguments.passed_flags(loads, own=False) == loads.megatron
+        assert arguments.passed_flags(own, own=True) == own.megatron
+
     @pytest.mark.parametrize("saved_sharded", [False, True])
     def test_sharded_muon(self, runs, saved_sharded, monkeypatch):
         """Megatron saves the names that its validation gives optimizer and sharding."""
@@ -355,7 +362,8 @@ class TestEnd:
     def test_the_last_checkpoint_and_the_command(self, runs):
         config = config_of(runs, iterations=5)
         command = "megatron-sparse train 'cluster.env.PGPASS=planted' resume=auto name=mine"
-        command += " megatron.ckpt_step=1"  # it would go back
+        # It would go back, and drop the optimizer.
+        command += " megatron.ckpt_step=1 megatron.no_load_optim=true"
         said = resume.go_on(config, runs / "mine", command)
         assert said == (
             "the last checkpoint has iteration 2 of 5; to go on:\n"
