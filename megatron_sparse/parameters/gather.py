@@ -212,7 +212,7 @@ class ShardGather[W: Way](ABC):
         """
         sent, own = self._encode(record.timer, number)
         yield GATE
-        used_here([sent])
+        used_here([sent])  # it was made on the encoder's stream
         identity = Identity(
             f"parameters {self._manner}", self._bucket, str(self._own_M.dtype), record.step
         )
@@ -226,7 +226,8 @@ class ShardGather[W: Way](ABC):
                 """Decodes records as they come, on CUDA all with the last; not the own one."""
                 if sender != self._transport.rank:
                     waiting.append((sender, received))
-                    if not received.is_cuda or len(waiting) == self._sender_count:
+                    is_last = len(waiting) == self._sender_count
+                    if is_last or not received.is_cuda:
                         with record.timer.stage("decode"):
                             self._take(waiting, announced)
                         waiting.clear()

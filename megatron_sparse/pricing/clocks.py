@@ -119,14 +119,15 @@ class RankClocks:
     def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
         """Every rank sends `nbytes` to every other, all posted at once; all end at the same time.
 
-        Exact if all ranks begin at the same time.
+        Exact if all ranks begin at the same time. `host_s`: of the host, to post one message.
         """
         n = self.ranks_n.size
         if n == 1:
             return
-        alpha_s, bytes_beta_s = _all_pairs(self.topology)
+        # Of all n - 1 messages of a rank together: seconds, and seconds for each byte of `nbytes`.
+        alpha_s, all_beta_s = _all_pairs(self.topology)
         latest_s = self.now_n.max() + host_s * (n - 1)
-        self.now_n = np.full(n, latest_s + alpha_s + bytes_beta_s * nbytes)
+        self.now_n = np.full(n, latest_s + alpha_s + all_beta_s * nbytes)
 
     def with_root(self, nbytes_n: np.ndarray, host_s: float = 0.0) -> None:
         """Every rank sends to rank 0, or rank 0 to every rank; all end at the same time.

@@ -177,10 +177,10 @@ def record_bytes(
 
     Args:
         density: non-zeros / elements.
-        element_bytes: of a value, unless it has `value_bits`.
+        element_bytes: of a value in full; not used if there are `value_bits`.
         form: the format that `scheme.format` names.
-        value_bits: of a value: a Rice record, without indices if `form` is `dense`; None for
-            values of whole bytes.
+        value_bits: of a rounded value. The record is then Rice whatever `form` says, or all values
+            without their positions if it is `dense`. None: values are in full.
         fixed: of a record that fills its slot.
 
     Example:
@@ -188,6 +188,7 @@ def record_bytes(
         (0.4, 0.505)
     """
     if value_bits is not None:
+        # No cap as below: a record of few bits does not become dense.
         value_bytes = (value_bits + SCALE_BITS) / 8
         return value_bytes if form == "dense" else _rice_bytes(density, value_bytes, fixed)
     if form == "rice":

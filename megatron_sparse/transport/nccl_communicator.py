@@ -149,7 +149,8 @@ class NcclCommunicator:
             raise
         event = torch.cuda.Event()
         event.record()
-        started.queued = event  # once it is recorded: one that is not counts as passed
+        # Not before it is recorded: CUDA reports an event that is not as passed.
+        started.queued = event
 
     def sparse_sum(self, name: str, summed: SumCall) -> torch.Tensor:
         """Queues the sum of a bucket's messages; see `nccl_ops.nccl_sparse_sum`.
