@@ -193,12 +193,14 @@ def test_a_checkpoint_does_not_see_a_pending_selection():
     assert torch.equal(store.settled(bucket), torch.full((4,), 2.0))
 
 
-def test_of_a_spike_a_share_of_the_change_stays():
+@pytest.mark.parametrize(("unit", "left"), [(None, 26.0), (torch.tensor(2.0), 27.0)])
+def test_of_a_spike_a_share_of_the_change_stays(unit, left):
+    """The old residual of 1 enters in this step's unit; the share is taken before that."""
     (store, bucket), new = _held(1.0, name="a"), _bucket("b")
     store.begin(bucket).fill_(101.0)
     store.begin(new).fill_(50.0)  # its first selection: it was zero before
-    store.commit(share=0.25)
-    assert (store["a"] == 26.0).all()
+    store.commit(unit, share=0.25)
+    assert (store["a"] == left).all()
     assert (store["b"] == 12.5).all()
 
 
@@ -239,12 +241,14 @@ def test_of_a_dense_step_that_does_not_count_whole_the_rest_stays(changes, left)
     assert left is None or (store["b"] == left).all()
 
 
-def test_a_step_goes_on_in_new_buckets():
+@pytest.mark.parametrize("held", [{}, {"v": 5.0, "w": 7.0}])
+def test_a_step_goes_on_in_new_buckets(held):
     """DDP makes new ones after its first pass; a step that is then skipped leaves nothing."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "vw"})
     v, w = (model[name].weight for name in "vw")
     store = _store()
     buckets = DDPBuckets(model, ParameterFilter(CompressionConfig()), 2, store)
+    buckets.load({f"{name}.weight": torch.full((4,), value) for name, value in held.items()})
 
     def place(index, *parameters):
         values_N = torch.zeros(4 * len(parameters))
@@ -258,5 +262,5 @@ def test_a_step_goes_on_in_new_buckets():
     store.begin(place(0, w, v)).add_(1.0)
     assert (store["bucket0"] == 2.0).all()
     store.rollback()
-    assert not store["bucket0"].any()
+    assert store["bucket0"].tolist() == [held.get(name, 0.0) for name in "wv" for _ in range(4)]
     assert list(store._buckets) == ["bucket0"], "the old ones keep no gradient alive"

@@ -121,6 +121,9 @@ def _auto(rank, world_size):
         ddp(_inputs(rank, step)).backward()
     saved = state.state_dict()
     state.close()
+    _, again = _ddp(Linear(), True, saved, config="auto", value_bits="auto", warmup_iters=0)
+    assert again.state_dict()["trials"] == saved["trials"] != {}
+    again.close()
     return saved["trials"]
 
 

@@ -137,6 +137,15 @@ def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(ra
             run.attachment.enabled = enabled
             run.step()
             assert any(view.any() for view in run.residuals().values()) is enabled
+    weights = []
+    for average in (False, True):
+        setting = SmallGPTConfig(distributed_optimizer=True, average_in_collective=average)
+        with running(setting, **SPARSE) as sharded:
+            for enabled in (True, False):
+                sharded.attachment.enabled = enabled
+                sharded.step()
+            weights.append(sharded.model.weights())
+    assert torch.equal(*weights), "halves are exact, and two numbers have one sum"
     assert "step" not in run.model.optimizer.__dict__
     detach(run.attachment)  # again, as in a `finally`
     assert run.step()[1]
@@ -197,10 +206,13 @@ def test_set_density_holds_from_the_next_step_on_and_ranks_that_disagree_change_
 
 @on_ranks(2)
 def test_presets_are_tried_and_every_rank_takes_the_same(rank):
+    from megatron_sparse.megatron.checkpoint import _restore
+    from megatron_sparse.megatron.checkpoint_layout import Saved, common_state
+
     with running(SmallGPTConfig(), config="auto", warmup_iters=2, ramp_iters=2) as run:
         for _ in range(30):
             run.step()
-        state = run.attachment.trials.state_dict()
+        state = common_state(run.attachment)["trials"]
         with pytest.raises(ConfigError, match="name a density at the start"):
             run.attachment.set_density(0.1)
     phases = {r.step: (str(r.phase), r.density) for r in run.records.buckets}
@@ -216,7 +228,7 @@ def test_presets_are_tried_and_every_rank_takes_the_same(rank):
     assert phases[29] == ended[state["chosen"]]
     assert sum(r.nnz for r in run.records.buckets if r.step == 29)
     with running(SmallGPTConfig(), config="auto") as again:
-        again.attachment.trials.load_state_dict(state, 30)
+        _restore(again.attachment, Saved(30, True, trials=state))
         assert again.attachment.trials.chosen == state["chosen"]
 
 

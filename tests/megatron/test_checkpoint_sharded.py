@@ -1,6 +1,7 @@
 """The plugin's state in Megatron's distributed checkpoint: rows, sums, sizes that change."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def _save_all(rank, folder):
             run.step()
         run.attachment.usual_norm.norms.extend(NORMS)
         for mode in ("full", "sum", "none"):
+            run.attachment.enabled = mode != "none"
             save(run.attachment, folder / mode, mode)
         common = checkpoint_layout.common_state(run.attachment)
         with pytest.MonkeyPatch.context() as patch:
@@ -125,6 +127,7 @@ def test_sizes_on_disk_are_what_the_documentation_says(saved):
 def test_without_residuals_the_step_is_kept_and_the_log_says_so(rank, saved, mode, wanted, words):
     with _loaded(saved[0] / mode, residual_checkpoint=wanted) as (run, said):
         assert run.attachment.step == STEPS
+        assert run.attachment.enabled is (mode != "none")
         assert not any(view.any() for view in run.residuals().values())
     assert (words in "".join(said)) is (rank == 0)
 
@@ -272,3 +275,21 @@ def test_a_single_row_keeps_its_dtype():
     row = torch.ones(2, dtype=torch.bfloat16)
     assert add_rows([row]) is row
     assert add_rows([row, row]).dtype == torch.float32
+
+
+def test_nodes_of_each_instance_have_rows_of_their_own(monkeypatch):
+    from megatron_sparse.megatron import checkpoint_layout as layout
+
+    def row(level, node, instance):
+        monkeypatch.setattr(layout.dist, "get_rank", lambda group: instance)
+        monkeypatch.setattr(layout.dist, "get_world_size", lambda group: 3)
+        across = SimpleNamespace(rank=node, world_size=2)
+        reducer = SimpleNamespace(level_groups=SimpleNamespace(level=level, across=across))
+        found = layout.row_of(
+            SimpleNamespace(reducer=lambda _: reducer),
+            SimpleNamespace(instances_group=object(), expert=False),
+        )
+        return found.index, found.count
+
+    assert [row("node", n, i) for i in range(3) for n in range(2)] == [(r, 6) for r in range(6)]
+    assert row("instance", 1, 2) == (1, 2)

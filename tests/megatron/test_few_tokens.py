@@ -63,8 +63,9 @@ def _steps(layout, total=False, **plugin):
 @on_ranks(WORLD_SIZE)
 def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(rank, name):
     layout = LAYOUTS[name]
+    leak = 0.5 if name == "experts" else 1.0  # both are exact in fp32
     with parallel_state_of(layout):
-        plain, sparse = _steps(layout), _steps(layout, **SPARSE, level="rank")
+        plain, sparse = _steps(layout), _steps(layout, **SPARSE, level="rank", leak=leak)
     assert sparse[2]["norm"] != pytest.approx(plain[2]["norm"], rel=1e-3)  # it is pruned
     assert any(residual.any() for residual in sparse[2]["residuals"].values())
     for step in FEW:

@@ -91,9 +91,18 @@ def test_a_spike_does_not_come_back(rank):
 @on_ranks(2)
 def test_without_clipping_nothing_of_a_spike_is_scaled_down(rank):
     """Megatron tells the norm all the same."""
-    before, spike, _, spikes = _norms(guarded=True, undo="always", clip_grad=0.0)
+    from megatron_sparse.megatron import attachment
+
+    alarms = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attachment, "ALARM_INTERVAL", 17)
+        patch.setattr(attachment, "warn_if_large", lambda *given: alarms.append(given))
+        before, spike, after, spikes = _norms(guarded=True, undo="always", clip_grad=0.0)
     assert spike > 100 * median(before)
     assert spikes == 0
+    at = [(step, norm, limit) for step, _, norm, limit in alarms]
+    assert at == [(17, before[16], 1000.0), (34, after[-1], 1000.0)]
+    assert all(residual > 0 for _, residual, _, _ in alarms)
 
 
 def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):

@@ -19,10 +19,10 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import MeasuredLinks
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
-from megatron_sparse.straggler.cost import dense_split
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK, Delays, StragglerPolicy
+from megatron_sparse.straggler.cost import dense_split, sparse_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
-from megatron_sparse.transport import Link, VirtualCluster
+from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.planner.planned import a_bucket
 from tests.ranks import run_ranks
 from tests.records import Kept
@@ -249,3 +249,23 @@ def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_skipped():
         assert once[2] == []
         for first, second in zip(once[0], again[0], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("sizes", "kind"), [((N,), "intra"), ((2, 2), "inter")])
+def test_delays_follow_the_groups_links_and_the_bytes_of_the_plan(sizes, kind):
+    """At density 1 message and sum are as long as the bucket."""
+    links = MeasuredLinks(sizes, "rank", Link(1e-5, 1e-9), Link(3e-5, 5e-9), Link(2e-5, 2e-8))
+    cluster = VirtualCluster(N, Topology(sizes, LINK, LINK))
+    config = SparseConfig(
+        CompressionConfig(density=0.01, value_bits=None),
+        SchemeConfig(name="auto", deterministic=False),
+        straggler=StragglerConfig(mode="persistent"),
+    )
+    policy = StragglerPolicy(config, cluster.transports[0], Kept(), links)
+    link, nbytes = getattr(links, kind), 4.0 * NUMEL
+    for scheme, split in (
+        ("straggler", dense_split(N, nbytes, link, links.dense)),
+        ("straggler_direct", sparse_split(N, nbytes, nbytes, link)),
+    ):
+        expected = Delays(max(0.0, split.critical_s), split.early_s)
+        assert policy._delays_that_pay(_bucket(), _plan(scheme)) == pytest.approx(expected)
