@@ -42,9 +42,9 @@ setup() {
   # Jobs that share a node must not share a port.
   MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
   export PYTHON MASTER_ADDR MASTER_PORT PYTHONUNBUFFERED=1
-  # srun would keep the variables of `sbatch --export=NONE` from the ranks, too.
+  # After `sbatch --export=NONE` srun would not pass this script's variables on to the ranks.
   export SLURM_EXPORT_ENV=ALL
-  # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun.
+  # From Slurm 22.05 on srun may ignore the --cpus-per-task of sbatch.
   if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
   cluster="" variables=()
   for argument in "$@"; do

@@ -106,7 +106,11 @@ class DDPState(HostState):
             nccl_engine=scheme.nccl_engine,
         )
         # Not the transport's group, to which the progress thread posts.
-        super().__init__(checked, device, group)
+        try:
+            super().__init__(checked, device, group)
+        except BaseException:
+            self._transport.close()
+            raise
         self._group = group
         self._scaler = scaler
         self._scale = 1.0  # of the last pass's gradients, and so of residuals

@@ -254,7 +254,7 @@ def _master_requests(
             entry = found.get(f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}")
             if entry is not None and entry.shape == (_whole_numel(lossy.bucket, piece.name),):
                 # What no rank has written stays NaN.
-                empty = torch.full((piece.numel,), torch.nan)
+                empty = torch.full((piece.numel,), torch.nan, dtype=entry.dtype)
                 request = _part(entry.key, empty, entry.shape, (piece.offset,))
                 yield (piece.name, piece.offset), request
 

@@ -278,7 +278,7 @@ class Plugin:
             saved_at = _loaded_iteration(folder, iteration)
             if folder and saved_at and self.attachment is not None:
                 checkpoint.load(self.attachment, _loaded_folder(folder, saved_at), iteration)
-        except CheckpointException as error:  # torch's; of the ranks that read the damaged file
+        except CheckpointException as error:  # torch's
             reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(
                 "the checkpoint cannot be read",

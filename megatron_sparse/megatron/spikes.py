@@ -5,7 +5,7 @@ was withheld is not: it would fill later steps, each of them clipped to the limi
 whose norm is far above the running median enters the residual as if it had been clipped to that
 median: the residual moves from its old value towards its new one by median / norm.
 
-Without clipping both parts stay as they are. It needs the old residual, of which there is
+Without clipping both parts stay as they are. Scaling needs the old residual, of which there is
 an undo copy (`ResidualStore.undo`). A residual that outgrows the gradient is warned about:
 `compression.residual_alarm`.
 

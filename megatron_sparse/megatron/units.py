@@ -122,7 +122,7 @@ class ResidualUnit:
         change = self.follow_loss_scale()
         if self.per_token:
             # Residuals of a run without a factor are in the gradient's own unit.
-            self.gradient_factor = torch.tensor(gradient_factor or 1.0)
+            self.gradient_factor = torch.tensor(gradient_factor or 1.0, dtype=torch.float64)
         elif gradient_factor is not None:
             change = (change or 1.0) * gradient_factor
         return change

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from statistics import median
 
@@ -283,8 +284,9 @@ def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]
     1e-4.
     """
     generator = torch.Generator().manual_seed(SAMPLE_NUMEL)
-    weights = torch.randn(SAMPLE_NUMEL, generator=generator) * 0.02
-    moved = weights + torch.randn(SAMPLE_NUMEL, generator=generator) * 1e-4
+    normal = partial(torch.randn, SAMPLE_NUMEL, generator=generator, dtype=torch.float32)
+    weights = normal() * 0.02
+    moved = weights + normal() * 1e-4
     repeats = SAMPLE_REPEATS[device.type]
     old, new = (values.to(device, dtype).repeat(repeats) for values in (weights, moved))
     clock = host_clock(device)

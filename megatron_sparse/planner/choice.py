@@ -118,13 +118,13 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        # The cluster with a group's own nodes, by the ranks of all its instances.
+        # The cluster with a group's own nodes, by its ranks.
         self._clusters: dict[int, ClusterModel] = {}
 
-    def join(self, transport: Transport, instances: int = 1) -> None:
+    def join(self, transport: Transport) -> None:
         """See `Planner`. The group is priced on its own nodes; the file's may have more ranks."""
-        super().join(transport, instances)
-        nodes = tuple(map(len, members_of(transport.nodes))) * instances
+        super().join(transport)
+        nodes = tuple(map(len, members_of(transport.nodes)))
         cluster = self._cluster
         if len(nodes) == 1 < len(cluster.nodes):
             if cluster.is_model:

@@ -193,14 +193,10 @@ class Planner:
             return Choice(DENSE, reason)
         return Choice(name, reason)
 
-    def join(self, transport: Transport, instances: int = 1) -> None:
+    def join(self, transport: Transport) -> None:
         """Called with each group of ranks, before its first bucket.
 
         Checks the first group only. It may lie within one host of a cluster of several.
-
-        Args:
-            transport: the group.
-            instances: of its size, each with nodes of its own; above 1 at level `instance`.
 
         Raises:
             ConfigError: the cluster file was measured on another cluster.

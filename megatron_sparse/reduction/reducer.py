@@ -49,7 +49,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.formats.message import TURNS, Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
@@ -181,10 +180,7 @@ class GradientReducer:
         self.transport = groups.data_parallel
         self.level_groups = groups.level
         self.planner = planner
-        instances = 1
-        if groups.level is not None and groups.level.level == INSTANCE:
-            instances = len(set(groups.level.across.nodes))
-        planner.join(self.transport, instances)
+        planner.join(self.transport)
         self.progress = progress
         self._sink = sink
         self._dump = dump

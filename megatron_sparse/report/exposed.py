@@ -95,6 +95,8 @@ def sentences(summary: Mapping[str, Any], times: ExposedTimes) -> list[str]:
         f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
         f"{of_all(steady)}, means of {scope(summary)}."
     ]
+    if summary.get("device", "cpu") != "cpu":
+        said.append("These are the host's waits: streams' waits are part of the stage optimizer.")
     totals = {name: float(share.sum()) for name, share in times.shares().items()}
     if (whole := sum(totals.values())) > 0 and len(totals) > 1:
         worst = sorted(totals, key=lambda name: -totals[name])[:2]

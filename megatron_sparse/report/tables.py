@@ -118,6 +118,8 @@ _UNLIKE = {
 
 def unlike(run: RunData, baseline: RunData) -> list[str]:
     """Why times and losses of two runs cannot be compared, in words; empty where they can."""
+    if not (run.config and baseline.config):
+        return ["a configuration is unknown"]
     keys = {*run.config, *baseline.config}
     unequal = [key for key in keys if run.config.get(key) != baseline.config.get(key)]
 
@@ -125,6 +127,9 @@ def unlike(run: RunData, baseline: RunData) -> list[str]:
         return any(key == section or key.startswith(f"{section}.") for key in unequal)
 
     found = [words for section, words in _UNLIKE.items() if differs(section)]
+    devices = {one.summary.get("device") for one in (run, baseline)} - {None}
+    if len(devices) > 1 and _UNLIKE["cluster.device"] not in found:
+        found.append(_UNLIKE["cluster.device"])  # two kinds of GPU
     return found + ["another batch size"] * (_batch_size(run) != _batch_size(baseline))
 
 

@@ -283,7 +283,8 @@ def _move_aside(run_dir: Path) -> bool:
 def rank_environment(config: RunConfig) -> dict[str, str]:
     """The variables that each rank needs; `cluster.device` must be decided.
 
-    Variables that the user has set keep their values, except the two that a CPU run overrides.
+    Variables that the user has set keep their values, except the two that a CPU run overrides, and
+    `OMP_NUM_THREADS=1` under torchrun, which cannot be told from torchrun's own.
     """
     found = {"OMP_NUM_THREADS": "1"}
     if (

@@ -124,7 +124,8 @@ def print_summary(
     if trials := summary.get("trials"):
         times_ms = trials["times_ms"].items()
         took = ", ".join(f"{preset} {ms(time_ms)}" for preset, time_ms in times_ms)
-        console.print(f"preset {trials['chosen']}, by trials; ms of an iteration: {took}")
+        how = f"by trials; ms of an iteration: {took}" if took else "untried"
+        console.print(f"preset {trials['chosen']}, {how}")
     elif advised := advice(summary):
         console.print(advised)
     if stragglers := summary.get("stragglers"):
@@ -179,7 +180,9 @@ def _stage_table(
 
 
 def advice(summary: Mapping[str, Any]) -> str | None:
-    """What the run would have gained with another preset; None without a bucket, or for one rank.
+    """What the run would have gained with another preset.
+
+    None without a bucket, for one rank, before the target density, or on a GPU.
 
     A MODEL, from the run's own figures. Buckets are in flight for F = hidden + exposed milliseconds
     of an iteration, of which N are the network's: the least that an iteration's buckets took, since
@@ -191,6 +194,9 @@ def advice(summary: Mapping[str, Any]) -> str | None:
         summary: of the run, as in `summary.json`.
     """
     figures = at_target(summary)
+    # Warm-up and ramp say nothing of a preset; on a GPU streams wait, which no stage measures.
+    if figures is summary or summary["device"] != "cpu":
+        return None
     whole_ms, stage_ms = figures["iteration_ms_mean"], figures["stage_ms_mean"]
     bits = figures.get("bits_per_element")
     if summary["world_size"] == 1 or not whole_ms or not figures["wire_bytes"] or not bits:
@@ -209,9 +215,13 @@ def advice(summary: Mapping[str, Any]) -> str | None:
         return exposed_ms - max(0.0, new_flight_ms - window_ms)
 
     factors = {"lossless": figures["dense_bytes"] / sent_bytes}
-    factors |= {preset: preset_bits / bits for preset, preset_bits in BITS.items()}
+    # What is always sent whole travels in 16 bits with any preset.
+    whole_bits, aim = 0.0, summary["target_density"]
+    if aim is not None and aim < 1:
+        whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))
+    factors |= {preset: (own + whole_bits) / bits for preset, own in BITS.items()}
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
-    exposed = f"{exposed_ms / whole_ms:.0%} of an iteration exposed"
+    exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"
     # From most to fewest bytes; a preset with about the run's own bytes is the one that has run.
     for preset, factor in factors.items():

@@ -20,7 +20,7 @@ STAGE_MEANINGS = {
     "optimizer": "clipping and step",
     "host_wait": "exposed: gradients",
     "param_wait": "exposed: parameters",
-    REST: "data, logging, saving",
+    REST: "zeroing, loss's sum",
     ITERATION: "the whole",
     "threshold": "sample and threshold",
     "prune": "residual, selection",

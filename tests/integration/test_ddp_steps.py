@@ -299,3 +299,19 @@ def _beside_a_disabled_scaler(rank, world_size):
 
 def test_a_scaler_that_is_switched_off_is_none():
     assert run_ranks(_beside_a_disabled_scaler, 1) == [(False, True)]
+
+
+def _refused_early(rank, world_size):
+    from megatron_sparse.reduction import host_state
+
+    def refuse(*_):
+        raise ConfigError("no", expected="a", got="b")
+
+    host_state.with_agreed_capacity = refuse
+    with pytest.raises(ConfigError):
+        _hooked(**FIVE_PERCENT)
+    return len(groups._lent)
+
+
+def test_a_state_that_is_refused_without_a_thread_gives_its_group_back():
+    assert run_ranks(_refused_early, 1) == [0]

@@ -258,25 +258,15 @@ def test_two_gloo_ranks_plan_alike_and_sum_exactly():
     assert state["buckets"]["large"]["profile"]["density"] > 0
 
 
-def _priced(planner, **changes):
-    planner.plan_for(replace(a_bucket(torch.zeros(2**22)), **changes), 0)
-    return planner.state_dict()["buckets"]["b"]["predicted_us"]
-
-
 def test_a_group_within_a_host_is_priced_there_by_a_file_of_several():
     planner = a_planner(compression={"density": 0.1, "value_bits": None}, schemes=["direct"])
     measured = {"nodes": (2, 2), "fingerprint": {"hosts": "several"}}
     planner._cluster = replace(find("ethernet_25gbit_8"), **measured)
     planner._joined = True  # the fingerprint fits
     planner.join(VirtualCluster(4).transports[0])
-    assert _priced(planner)["dense"] < 1000, "on the network 8233"
-
-
-def test_instances_are_priced_on_nodes_of_their_own():
-    settings = {"compression": {"density": 0.4, "value_bits": None}, "schemes": ["direct"]}
-    planner = a_planner("ethernet_25gbit_8", **settings)
-    planner.join(VirtualCluster(2).transports[0], 4)
-    assert _priced(planner, lanes=2)["direct"] > 10_000, "inside a node 256"
+    planner.plan_for(a_bucket(torch.zeros(2**22)), 0)
+    predicted_us = planner.state_dict()["buckets"]["b"]["predicted_us"]
+    assert predicted_us["dense"] < 1000, "on the network 8233"
 
 
 def test_a_ramp_from_every_element_begins_in_few_bits():

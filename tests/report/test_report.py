@@ -433,3 +433,18 @@ def test_many_buckets(tmp_path):
     # Bars, and lines too many for a colour each.
     for chart in page.sections_of([data])[3].charts + page.sections_of([data])[4].charts:
         assert chart.svg().startswith("<svg")
+
+
+def test_unknown_configurations_and_other_gpus_are_not_compared(run):
+    first = load_run(run, 0)
+    unknown = replace(first, config={})
+    for pair in ((first, unknown), (unknown, unknown)):
+        assert tables.unlike(*pair) == ["a configuration is unknown"]
+    gpus = [replace(first, summary={**first.summary, "device": name}) for name in ("A100", "H200")]
+    assert tables.unlike(*gpus) == ["another device"]
+
+
+def test_a_summary_of_an_earlier_end_is_told(folder):
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"iterations": 7}))
+    assert any("has gone on since" in gap for gap in load_run(folder, 0).gaps)

@@ -74,7 +74,7 @@ stage              mean ms     share    median       p95
 forward_backward     70.00    70.00%     70.00    105.00  passes, launches
 optimizer            10.00    10.00%     10.00     15.00  clipping and step
 host_wait            15.00    15.00%     15.00     22.50  exposed: gradients
-other                 5.00     5.00%                      data, logging, saving
+other                 5.00     5.00%                      zeroing, loss's sum
 iteration           100.00   100.00%    100.00    150.00  the whole
 
 its buckets, summed; beside the thread's stages or inside them
@@ -192,7 +192,18 @@ def test_a_run_without_an_iteration():
 DENSE_BYTES = 60e6
 
 
-def of_run(*, bits, share, exposed_ms, hidden_ms, network_ms, passes_ms=300.0, ranks=4):
+def of_run(
+    *,
+    bits,
+    share,
+    exposed_ms,
+    hidden_ms,
+    network_ms,
+    passes_ms=300.0,
+    ranks=4,
+    density=1.0,
+    **changes,
+):
     """What `advice` says of a run of ten iterations; milliseconds of each."""
     stage_ms = {"host_wait": exposed_ms, "forward_backward": passes_ms}
     figures = {
@@ -204,8 +215,10 @@ def of_run(*, bits, share, exposed_ms, hidden_ms, network_ms, passes_ms=300.0, r
         "dense_bytes": 10 * DENSE_BYTES,
         "wire_bytes": 10 * share * DENSE_BYTES,
         "overlapped_ms": hidden_ms,
+        "density": density,
     }
-    return advice({"world_size": ranks, "phases": {}, **figures})
+    summary = {"world_size": ranks, "device": "cpu", "target_density": None, **figures}
+    return advice(summary | {"phases": {"target": figures}} | changes)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +226,8 @@ def of_run(*, bits, share, exposed_ms, hidden_ms, network_ms, passes_ms=300.0, r
     [
         (
             {"bits": 1.73, "share": 0.112, "exposed_ms": 4, "hidden_ms": 60, "network_ms": 5.6},
-            "links of 9.6 Gbit/s, 1% of an iteration exposed: by a model, preset=lossless would do",
+            "links of 9.6 Gbit/s, gradients expose 1% of an iteration: by a model, preset=lossless "
+            "would do",
         ),
         # Hides in few bits, but not whole.
         (
@@ -223,8 +237,8 @@ def of_run(*, bits, share, exposed_ms, hidden_ms, network_ms, passes_ms=300.0, r
         # k = 0.6 / 1.73: 530 - 0.653 x 500 = 203 ms in flight, 130 of them hidden.
         (
             {"bits": 1.73, "share": 0.112, "exposed_ms": 400, "hidden_ms": 130, "network_ms": 500},
-            "links of 0.108 Gbit/s, 50% of an iteration exposed: by a model, preset=balanced would "
-            "save 0.33 s an iteration; it costs 0.41 % of the loss",
+            "links of 0.108 Gbit/s, gradients expose 50% of an iteration: by a model, "
+            "preset=balanced would save 0.33 s an iteration; it costs 0.41 % of the loss",
         ),
         # A dense run on a slow link is told the least lossy gain.
         (
@@ -248,3 +262,23 @@ def test_what_is_said(given, said):
 def test_without_a_network_it_says_nothing(known):
     given = {"bits": 1.73, "share": 0.1, "exposed_ms": 4.0, "hidden_ms": 60.0, "network_ms": 5.0}
     assert of_run(**given | known) is None
+
+
+SLOW = {"exposed_ms": 400, "hidden_ms": 130, "network_ms": 500}
+
+
+@pytest.mark.parametrize("changes", [{"phases": {"warmup": {}}}, {"device": "NVIDIA H200"}])
+def test_what_was_not_measured_is_not_advised(changes):
+    assert of_run(bits=4.43, share=0.2, **SLOW) is not None
+    assert of_run(bits=4.43, share=0.2, **SLOW, **changes) is None
+
+
+def test_what_is_sent_whole_does_not_advise_the_runs_own_preset():
+    """`extreme` on a small model: 1 % is always sent whole."""
+    said = of_run(bits=0.39, share=0.012, **SLOW, density=0.025, target_density=0.015)
+    assert said.endswith("no other preset would be faster")
+
+
+def test_a_preset_that_was_not_tried_is_said_to_be():
+    lines = printed(edited(trials={"chosen": "safe", "times_ms": {}}), 80)
+    assert "preset safe, untried" in lines
