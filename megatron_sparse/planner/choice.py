@@ -130,7 +130,7 @@ class PricedPlanner(Planner):
             if cluster.is_model:
                 return  # this machine may stand for the model's nodes
             cluster = replace(cluster, dense=cluster.intra)  # it was measured across nodes
-        self._clusters[sum(nodes)] = replace(cluster, nodes=nodes)
+        self._clusters[transport.world_size] = replace(cluster, nodes=nodes)
 
     # The choice
 
