@@ -133,17 +133,11 @@ def plan(
     pricing = None  # shows a run's plan as it was written
     if cluster is not None:
         pricing = plan_rows.Pricing(find(cluster), candidates, value_bits=value_bits)
-    elif run is not None and (candidates is not None or value_bits is not None):
-        raise ConfigError(
-            "plan: RUN with --schemes or --value-bits needs a cluster to be priced on",
-            expected="--cluster FILE, or the name of a shipped model cluster",
-            got="no --cluster",
-            remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
-        )
     rows = plan_rows.rows(
         run=run,
         sizes=sizes,
         ranks=ranks,
+        anew=candidates is not None or value_bits is not None,
         pricing=pricing,
         density=density,
         op=CollectiveOp(op),

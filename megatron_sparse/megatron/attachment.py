@@ -30,7 +30,11 @@ from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.bucket_group import Handle, TimedHandle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
-from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer, clips
+from megatron_sparse.megatron.optimizer_step import (
+    UnconfirmedSums,
+    WatchedOptimizer,
+    clips_gradients,
+)
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.replica_sums import summed_over_replicas
 from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
@@ -86,7 +90,7 @@ class Attachment(HostState):
         self.sink = sink
         self.grad_norm: float | None = None
         self.usual_norm = UsualNorm()
-        self._clips = False  # whether the optimizer clips the sum
+        self._clips_gradients = False  # whether the optimizer clips the sum
         self.parameters = ParameterGathers(sink)
         self._launched: set[int] = set()  # `id` of each group that this step has launched
         self._optimizer: WatchedOptimizer | None = None
@@ -162,7 +166,7 @@ class Attachment(HostState):
         check_undo(self.config.compression, undo=undo)
         self.residuals.undo = undo or self.config.compression.undo == "always"
         self.residuals.is_reported = True  # by `_step_ended`
-        self._clips = clips(optimizer)
+        self._clips_gradients = clips_gradients(optimizer)
         self.unit.bind(optimizer)
         self.parameters.plan(
             self.groups, self.config, self.reducer, self.progress, self.chunks, optimizer
@@ -275,7 +279,7 @@ class Attachment(HostState):
             share = None  # of the step's change that enters the residual; None: all
             # What is withheld of a spike is scaled down as Megatron clips what was sent. That needs
             # the residual as it was before the step.
-            if self.residuals.undo and self._clips:
+            if self.residuals.undo and self._clips_gradients:
                 share = self.usual_norm.share(grad_norm, self.step)
             self.residuals.commit(unit_change, share)
         else:

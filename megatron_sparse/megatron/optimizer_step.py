@@ -32,7 +32,7 @@ def parts_of(optimizer: Any) -> list[Any]:
     return [part for inner in chained for part in parts_of(inner)]
 
 
-def clips(optimizer: Any) -> bool:
+def clips_gradients(optimizer: Any) -> bool:
     """Whether Megatron clips the sum. A norm does not say so: chained optimizers always tell it."""
     configs = (getattr(part, "config", None) for part in parts_of(optimizer))
     return any(getattr(config, "clip_grad", 0.0) > 0.0 for config in configs)

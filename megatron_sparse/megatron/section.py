@@ -30,7 +30,7 @@ _OF_ITS_SCRIPT = (
     *("check_for_spiky_loss", "logits_load_dir", "overlap_moe_expert_parallel_comm"),
 )
 """Flags that Megatron's pretrain_gpt.py follows itself; `batches`, which replaces it, does not."""
-_IGNORED = {
+_NOT_FOLLOWED = {
     "rampup_batch_size": "training.global_batch_size holds from the first iteration on",
     **dict.fromkeys(_OF_ITS_SCRIPT, "or run pretrain_gpt.py with megatron_sparse.install"),
 }
@@ -67,7 +67,7 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
             got=f"megatron.{name}={section[name]}",
             remedy=f"leave it out; {other}",
         )
-        for name, other in _IGNORED.items()
+        for name, other in _NOT_FOLLOWED.items()
         if section.get(name) not in (None, False)
     ]
     return found

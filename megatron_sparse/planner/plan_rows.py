@@ -146,11 +146,14 @@ def rows(
     run: Path | None,
     sizes: Sequence[int] | None,
     ranks: int | None,
+    anew: bool,
     pricing: Pricing | None,
     density: float | None,
     op: CollectiveOp,
 ) -> list[Row]:
     """The rows for `run` or `sizes`: exactly one is given. See `of_run` and `of_sizes`.
+
+    With `anew`, as with other ranks, a run's own prices are not what is asked for.
 
     Raises:
         ConfigError: none or both of them are given, an argument that they need is missing, or there
@@ -163,11 +166,12 @@ def rows(
             expected="either RUN or --bucket-bytes SIZE,...",
             got="none of them" if run is None else "RUN and --bucket-bytes",
         )
-    can_show_run = pricing is not None or ranks is None  # other ranks need new prices, so a cluster
-    if run is not None and can_show_run:
+    needs_prices = anew or ranks is not None
+    if run is not None and (pricing is not None or not needs_prices):
         return of_run(run, pricing, ranks)
     if pricing is None:
-        request = "--bucket-bytes" if run is None else "RUN with --ranks"
+        given = "RUN with --ranks, --schemes or --value-bits"
+        request = "--bucket-bytes" if run is None else given
         raise ConfigError(
             f"plan: {request} needs a cluster to be priced on",
             expected="--cluster FILE, or the name of a shipped model cluster",
