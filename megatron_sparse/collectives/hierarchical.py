@@ -89,15 +89,16 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     lanes = Lanes(transport.nodes, transport.rank)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     has_lane = transport.rank == lanes.home
-    # Whether the rank sends in phase 3.
-    serves = bool(lanes.guests) if scatter else inside.world_size > 1
+    sends_in_phase_3 = bool(lanes.guests) if scatter else inside.world_size > 1
     parts = LaneParts(bucket, message.layout, lanes)
     with exchange.timer.stage("decode"):
         values_N = _decoded(exchange, message, parts)
 
     nodes = len(lanes.members)
-    ends = has_lane and not serves  # the rank posts nothing after phase 2
-    yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends and nodes == 1)
+    ends_early = has_lane and not sends_in_phase_3
+    # Phase 1: on a rank with a lane, its part of `values_N` becomes the node's sum.
+    yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends_early and nodes == 1)
+    # Phase 2: the part becomes the sum of all nodes.
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
@@ -110,7 +111,8 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
             options=replace(exchange.options, sum_bits=None),
         )
         steps = direct(across, _encoded(across, bucket, message))
-        sent_bytes = yield from _within(steps, lane.ranks, last=ends)
+        sent_bytes = yield from _within(steps, lane.ranks, last=ends_early)
+    # Phase 3: the complete sums reach the ranks of the node.
     if scatter:
         # A rank without a lane gets the sum of its own shard.
         owners = lanes.guests or [transport.rank]
