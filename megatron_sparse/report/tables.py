@@ -108,6 +108,8 @@ def summary_table(runs: Sequence[RunData]) -> Table:
 
 _UNLIKE = {
     "model": "another model",
+    "megatron.hybrid_layer_pattern": "another pattern of layers",
+    "megatron.num_experts": "another number of experts",
     "data": "other data",
     "cluster.nodes": "another number of nodes",
     "cluster.ranks_per_node": "another number of ranks on a node",

@@ -199,6 +199,12 @@ def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
     assert table["iterations"] == ["12", "9"]
 
 
+def test_models_that_differ_in_megatrons_own_flags_are_not_compared(run):
+    first = replace(load_run(run, 0), config={"megatron.num_experts": 8, "megatron.seed": 1})
+    other = replace(first, config={"megatron.num_experts": 16, "megatron.seed": 2})
+    assert tables.unlike(first, other) == ["another number of experts"]
+
+
 def test_a_batch_size_that_follows_from_others_is_compared(run):
     keys = {"training.micro_batch_size": 2, "cluster.nodes": 1, "cluster.ranks_per_node": 4}
     keys |= {"training.tensor_parallel": 1, "training.pipeline_parallel": 2}
