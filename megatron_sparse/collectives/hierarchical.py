@@ -95,7 +95,7 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
         values_N = _decoded(exchange, message, parts)
 
     nodes = len(lanes.members)
-    ends_early = has_lane and not sends_in_phase_3
+    ends_early = has_lane and not sends_in_phase_3  # then it receives nothing there either
     # Phase 1: on a rank with a lane, its part of `values_N` becomes the node's sum.
     yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends_early and nodes == 1)
     # Phase 2: the part becomes the sum of all nodes.
