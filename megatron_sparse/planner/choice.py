@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,27 +47,12 @@ from megatron_sparse.planner.prices import (
     least,
     prices_us,
     prior,
-    runnable,
 )
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.topology import members_of
-
-PRICED_OPTIONS = (
-    "wire_dtype",
-    "format",
-    "capacity",
-    "block_size",
-    "partition_hash",
-    "hash_rounds",
-    "ring_intra_density",
-    "ring_inter_density",
-    "ring_gather_density",
-    "sum_bits",
-)
-"""The fields of `SchemeConfig` that affect predicted times."""
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -156,10 +141,9 @@ class PricedPlanner(Planner):
         """
         shape = self._shape_of(bucket)
         profile = state.profile or prior(shape, density)
-        names = runnable(
-            candidates(self._config.schemes, self._compression.given_value_bits),
-            bucket.grad_N.device.type,
-        )
+        names = candidates(self._config.schemes, self._compression.given_value_bits)
+        if bucket.grad_N.device.type == "cuda":  # no price includes the host's waits
+            names = [name for name in names if not SCHEMES[name].waits_on_cuda]
         # From a profile: microseconds by scheme.
         cluster = self._clusters.get(bucket.world_size * bucket.lanes, self._cluster)
         price = partial(prices_us, shape, cluster=cluster, options=self._scheme, names=names)
@@ -206,15 +190,8 @@ class PricedPlanner(Planner):
         if state is None or not state.fits(bucket, nodes):
             if state is not None and self._logs:
                 logger.warning(
-                    "bucket %s is planned anew: what is known is of %d elements on %d ranks%s, and "
-                    "it has %d on %d%s",
+                    "bucket %s is planned anew: the saved plan is of another size or group",
                     bucket.name,
-                    state.numel,
-                    state.world_size,
-                    _on(state.nodes),
-                    bucket.numel,
-                    bucket.world_size,
-                    _on(nodes),
                 )
             state = self._states[bucket.name] = BucketState.of(bucket, nodes)
         return state
@@ -305,17 +282,11 @@ class PricedPlanner(Planner):
 
     def _basis(self) -> int:
         """A checksum of everything that the choice depends on."""
-        parts = [self._cluster.to_yaml(""), asdict(self._config), asdict(self._pace)]
-        options = asdict(self._scheme)
-        parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
+        sections = (self._cluster, self._config, self._pace, self._scheme, self._compression)
+        parts: list[Any] = [asdict(section) for section in sections]
         # A scheme of the user's own may not be registered in every process.
         parts.append(candidates(self._config.schemes, self._compression.given_value_bits))
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
-
-
-def _on(nodes: Sequence[int]) -> str:
-    """For the log: the nodes, if they are known."""
-    return f" (nodes of {', '.join(map(str, nodes))})" if nodes else ""
 
 
 def _settled(state: BucketState) -> Choice:

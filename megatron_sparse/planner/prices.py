@@ -70,15 +70,11 @@ def predict(
         >>> sparse_s < predict("dense", shape, profile, cluster, options)
         True
     """
-    if scheme not in SCHEMES:
-        raise ConfigError(
-            f"there is no cost model of {scheme!r}", expected=" | ".join(SCHEMES), got=scheme
-        )
-    if not fits(scheme, shape.op, options, shape.value_bits):
+    if scheme not in SCHEMES or not fits(scheme, shape.op, options, shape.value_bits):
         able = (name for name in SCHEMES if fits(name, shape.op, options, shape.value_bits))
         raise ConfigError(
-            f"scheme {scheme} cannot be priced: it has no model, no {shape.op}, no messages "
-            "of fixed size for scheme.capacity, or no values in compression.value_bits",
+            f"scheme {scheme} cannot be priced: it is unknown, or has no model, no {shape.op}, no "
+            "messages of fixed size for scheme.capacity, or no values in compression.value_bits",
             expected=" | ".join(able),
             got=scheme,
         )
@@ -161,7 +157,7 @@ def predict_all(
     profile: SparsityProfile,
     cluster: ClusterModel,
     options: SchemeConfig,
-    schemes: Collection[str] | None = None,
+    schemes: Collection[str],
 ) -> dict[str, float]:
     """Seconds by scheme, from `predict`, for all that have a model, the operation and messages.
 
@@ -172,14 +168,12 @@ def predict_all(
         profile: see `predict`.
         cluster: see `predict`.
         options: see `predict`.
-        schemes: the schemes to price; None for all of `SCHEMES`. Schemes that do not fit are left
-            out.
+        schemes: the schemes to price; those that do not fit are left out.
     """
-    wanted = SCHEMES if schemes is None else schemes
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.op, options, shape.value_bits)
+        if name in schemes and fits(name, shape.op, options, shape.value_bits)
     }
 
 
@@ -216,16 +210,6 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
     if value_bits is not None:
         return names
     return [name for name in names if not SCHEMES[name].sends_whole]
-
-
-def runnable(names: Collection[str], device: str) -> list[str]:
-    """The schemes of `names` that run without waits that no price includes.
-
-    Args:
-        names: of the schemes.
-        device: `cpu` or `cuda`.
-    """
-    return [name for name in names if device != "cuda" or not SCHEMES[name].waits_on_cuda]
 
 
 def prices_us(

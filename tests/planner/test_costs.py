@@ -361,7 +361,7 @@ def test_few_bits_shrink_messages_only(name):
     if SCHEMES[name].own_format is not None:
         with pytest.raises(ConfigError, match="value_bits"):
             predict(name, narrow, profile, where, OPTIONS)
-        assert name not in predict_all(narrow, profile, where, OPTIONS)
+        assert name not in predict_all(narrow, profile, where, OPTIONS, [name])
         return
     before, after = (predict(name, s, profile, where, OPTIONS) for s in (whole, narrow))
     form = RecordFormat("auto", where), RecordFormat("auto", where, 4)
@@ -395,13 +395,13 @@ def test_schemes_without_a_price_are_refused():
 
 def test_all_possible_schemes_are_priced_or_the_named_ones():
     where, given = cluster(BANDWIDTH), uniform(2)
-    assert list(predict_all(shape(2), given, where, OPTIONS)) == PRICED
+    assert list(predict_all(shape(2), given, where, OPTIONS, SCHEMES)) == PRICED
     assert [name for name in SCHEMES if fits(name, shape(2).op, OPTIONS)] == PRICED
     some = predict_all(
         shape(2, CollectiveOp.REDUCE_SCATTER), given, where, OPTIONS, {"zen", "direct"}
     )
     assert list(some) == ["direct"]
-    fixed = predict_all(shape(4), uniform(4), where, SchemeConfig(capacity=2.0))
+    fixed = predict_all(shape(4), uniform(4), where, SchemeConfig(capacity=2.0), SCHEMES)
     assert "sparse_ring" not in fixed
 
 
@@ -409,13 +409,13 @@ def test_all_possible_schemes_are_priced_or_the_named_ones():
 @pytest.mark.parametrize("op", CollectiveOp)
 def test_an_empty_bucket_has_a_price(op):
     empty = BucketShape(0, kept_numel=0, element_bytes=4, op=op, world_size=5)
-    found = predict_all(empty, prior(empty, 0.1), find("perlmutter"), OPTIONS)
+    found = predict_all(empty, prior(empty, 0.1), find("perlmutter"), OPTIONS, SCHEMES)
     assert all(0 <= seconds < math.inf for seconds in found.values())
 
 
 def test_a_bucket_of_kept_parameters_has_a_price():
     kept = BucketShape(1000, 1000, element_bytes=4, op=CollectiveOp.ALL_REDUCE, world_size=4)
-    found = predict_all(kept, prior(kept, 0.01), find("perlmutter"), OPTIONS)
+    found = predict_all(kept, prior(kept, 0.01), find("perlmutter"), OPTIONS, SCHEMES)
     assert all(0 < seconds < math.inf for seconds in found.values())
 
 
@@ -423,7 +423,11 @@ def test_a_lanes_sums_are_priced_in_full():
     shape = BucketShape(2**22, 0, 4, CollectiveOp.ALL_REDUCE, 16, value_bits=4)
     rounded, full = (
         predict_all(
-            shape, prior(shape, 0.2), find("ethernet_25gbit_8"), SchemeConfig(sum_bits=bits)
+            shape,
+            prior(shape, 0.2),
+            find("ethernet_25gbit_8"),
+            SchemeConfig(sum_bits=bits),
+            SCHEMES,
         )
         for bits in (8, None)
     )
