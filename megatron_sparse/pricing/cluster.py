@@ -16,7 +16,6 @@ one class `ClusterModel`.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections import Counter, defaultdict
@@ -299,23 +298,19 @@ class ClusterModel:
         Raises:
             ConfigError: it cannot be written.
         """
+        # Here, so that GPU tests, which write no file, need no PyYAML.
+        import yaml
+
+        head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+        # JSON makes lists of tuples and texts of enums; YAML would refuse both.
+        plain = json.loads(json.dumps(dataclasses.asdict(self)))
+        # A line for each rate, however long. They are not the last key, so a cut file lacks one.
+        text = yaml.safe_dump(
+            plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
+        )
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.to_yaml(comment), "utf-8")
-
-    def to_yaml(self, comment: str) -> str:
-        """The file's text. The long list is not the last key, so a truncated file lacks one."""
-        text = io.StringIO()
-        text.writelines(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "codec":
-                text.write("codec:\n")  # a line for each rate
-                text.writelines(f"- {_flow(dataclasses.asdict(rate))}\n" for rate in value)
-            else:
-                plain = dataclasses.asdict(value) if isinstance(value, Link) else value
-                text.write(f"{field.name}: {_flow(plain)}\n")
-        return text.getvalue()
+            path.write_text(head + text, "utf-8")
 
 
 def shipped() -> list[str]:
@@ -325,20 +320,24 @@ def shipped() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in names)
 
 
+def shipped_file(name: str) -> Path:
+    """The file of a model cluster."""
+    return Path(str(files(CONFIG_MODULE) / FOLDER / f"{name}.yaml"))
+
+
 def find(name_or_path: str | Path) -> ClusterModel:
     """A model cluster by its name, or a file.
 
     Raises:
         ConfigError: there is neither, or the file is wrong.
     """
-    path = Path(name_or_path)
-    if str(name_or_path) in shipped():
-        return ClusterModel.load(Path(str(files(CONFIG_MODULE) / FOLDER / f"{path}.yaml")))
+    name = str(name_or_path)
+    path = shipped_file(name) if name in shipped() else Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"there is no cluster {str(name_or_path)!r}",
+            f"there is no cluster {name!r}",
             expected=f"a file of `megatron-sparse calibrate`, or {' | '.join(shipped())}",
-            got=str(name_or_path),
+            got=name,
             remedy="megatron-sparse calibrate --output FILE makes one",
         )
     return ClusterModel.load(path)
@@ -430,12 +429,3 @@ def _typed[T](key: str, value: object, kind: type[T]) -> T:
         words = {dict: "keys and values", list: "a list"}
         raise ConfigError(f"{key} has the wrong type", expected=words[kind], got=repr(value))
     return value
-
-
-def _flow(value: object) -> str:
-    """YAML on one line; numbers in full."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return json.dumps(value)  # JSON is YAML, and quotes texts: none is read as a number

@@ -12,13 +12,11 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.resources import files
-from pathlib import Path
 
 import torch
 
 from megatron_sparse.calibration.codec import DENSITIES, CodecCall, codec_calls, fit_rate
-from megatron_sparse.pricing.cluster import CONFIG_MODULE, FOLDER, ClusterModel, CodecRate
+from megatron_sparse.pricing.cluster import ClusterModel, CodecRate, shipped_file
 from megatron_sparse.simulate.machines import (
     AWS_25,
     AWS_25_NODES,
@@ -71,11 +69,6 @@ def comment(name: str) -> str:
     )
 
 
-def path_of(name: str) -> Path:
-    """The path of the shipped file."""
-    return Path(str(files(CONFIG_MODULE) / FOLDER / f"{name}.yaml"))
-
-
 def _rates(machine: Machine) -> Iterator[CodecRate]:
     """The rate of every call of the codec, from the bytes that it moves at each of `NUMELS`."""
     calls: list[CodecCall] = []
@@ -97,4 +90,4 @@ def _bytes_of(call: CodecCall) -> float:
 
 if __name__ == "__main__":
     for cluster in MACHINES:
-        model(cluster).save(path_of(cluster), comment(cluster))
+        model(cluster).save(shipped_file(cluster), comment(cluster))

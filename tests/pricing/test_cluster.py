@@ -2,20 +2,19 @@
 
 import dataclasses
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.prices import lane_cluster
-from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import (
     ClusterModel,
     CodecOp,
     CodecRate,
     find,
     shipped,
+    shipped_file,
 )
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import cluster_models
@@ -34,9 +33,9 @@ CLUSTER = ClusterModel(
     nic="node",
     intra=Link(1e-6, 1e-11),
     inter=Link(1e-5, 1e-9),
-    dense=Link(2e-5, 1.5e-9),
+    dense=Link(0.1 + 0.2, 7e-300),
     host_s_per_message=2e-6,
-    host_s_per_bucket=1e-4,
+    host_s_per_bucket=1 / 3,
     codec=RATES,
     ring_densities={"coo": (0.1, 0.2, 0.3)},
     fingerprint={"processor": 'a "b" c: 1', "torch": "2.13"},
@@ -54,34 +53,29 @@ def path(tmp_path):
 class TestFile:
     """YAML and back."""
 
-    def test_round_trip(self, path):
-        assert ClusterModel.load(path) == CLUSTER
+    def test_numbers_and_texts_are_kept_in_full(self, path):
         assert path.read_text().startswith("# megatron-sparse calibrate\n# second line\n")
-
-    def test_numbers_are_kept_in_full(self, path):
-        odd = replace(CLUSTER, host_s_per_bucket=1 / 3, inter=Link(0.1 + 0.2, 7e-300))
-        odd.save(path, "")
-        assert ClusterModel.load(path) == odd
+        assert ClusterModel.load(path) == CLUSTER
 
     @pytest.mark.parametrize(
         ("before", "after", "words"),
         [
-            ("alpha_s: 1e-05", "alpha_s: -1e-05", ["inter.alpha_s", "-1e-05"]),
+            ("alpha_s: 1.0e-05", "alpha_s: -1.0e-05", ["inter.alpha_s", "-1e-05"]),
             (
-                "seconds_per_element: 3e-09",
+                "seconds_per_element: 3.0e-09",
                 "seconds_per_element: -1.0",
                 ["codec[1].seconds_per_element", "-1.0"],
             ),
             (
-                "seconds_per_element: 3e-09",
+                "seconds_per_element: 3.0e-09",
                 "seconds_per_element: fast",
                 ["codec[1].seconds_per_element", "fast"],
             ),
-            ("seconds_per_element: 3e-09", "seconds_per_element: 1e300", ["<= 3600", "1e+300"]),
+            ("seconds_per_element: 3.0e-09", "seconds_per_element: 1e300", ["<= 3600", "1e+300"]),
             ("density: 0.1", "density: 0", ["codec[1].density"]),
             ("density: 0.01,", "density: 0.1,", ["encode coo at density 0.1 more than once"]),
-            ('op: "copy"', 'op: "copies"', ["codec[0].op", "decode_add", "copies"]),
-            ('format: "coo"', 'format: "zip"', ["codec[1].format", "pici", "zip"]),
+            ("op: copy", "op: copies", ["codec[0].op", "decode_add", "copies"]),
+            ("format: coo", "format: zip", ["codec[1].format", "pici", "zip"]),
             ("density: 1.0, ", "", ["codec[0]", "lacks", "density"]),
             ("nic: ", "nick: ", ["lacks 'nic'"]),
             (
@@ -92,7 +86,7 @@ class TestFile:
             ("nodes: [2, 2]", "nodes: [2, 0]", ["nodes[1]"]),
             ("nodes: [2, 2]", "nodes: 2", ["nodes", "a list"]),
             ("[0.1, 0.2, 0.3]", "[0.1, 0.2]", ["ring_densities.coo", "intra, inter, gather"]),
-            ('device: "cpu"', 'device: "tpu"', ["device", "cpu | cuda"]),
+            ("device: cpu", "device: tpu", ["device", "cpu | cuda"]),
             ("inter: {", "inter: [] # {", ["inter"]),
         ],
     )
@@ -236,7 +230,7 @@ class TestShipped:
         made = cluster_models.model("perlmutter")
         for name, (machine, _) in cluster_models.MACHINES.items():
             head = [f"# {line}" for line in cluster_models.comment(name).splitlines()]
-            assert cluster_models.path_of(name).read_text().splitlines()[: len(head)] == head
+            assert shipped_file(name).read_text().splitlines()[: len(head)] == head
             factor = cluster_models.MACHINES["perlmutter"][0].codec_rate / machine.codec_rate
             for rate, anew in zip(find(name).codec, made.codec, strict=True):
                 assert (rate.op, rate.format, rate.density) == (anew.op, anew.format, anew.density)
@@ -247,26 +241,10 @@ class TestShipped:
                     anew.seconds_per_call * factor, rel=0.01, abs=1e-9
                 )
 
-    def test_every_call_of_a_collective_has_a_rate(self):
-        model = find("perlmutter")
-        messages, both = ("dense", "coo", "pici", "blocks"), (CodecOp.ENCODE, CodecOp.DECODE_ADD)
-        for op, form in (
-            *product((*both, CodecOp.SELECT, CodecOp.DECODE), messages),
-            *product(both, ("pairs", "hash_bitmap")),
-            *product((CodecOp.ADD, CodecOp.COPY), ("dense",)),
-            (CodecOp.PARTITION, "pairs"),
-        ):
-            assert model.codec_s(op, form, 2**20, 0.03) > 0
-
     def test_fields_are_documented(self):
         for kind in (ClusterModel, CodecRate):
             for field in dataclasses.fields(kind):
                 assert f"{field.name}:" in (kind.__doc__ or "")
-
-
-def test_folder_is_package_data():
-    """`configs` is a package whose YAML files are installed at any depth."""
-    assert cluster_models.path_of("perlmutter").parent.name == cluster_files.FOLDER
 
 
 CARD = find("perlmutter")
