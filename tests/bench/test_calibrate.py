@@ -233,7 +233,7 @@ class TestCommand:
             rows = list(csv.DictReader(file))
         assert {row["threshold"] for row in rows} == {"intra", "gather"}
         assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
-        other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
+        other = path.read_text().replace("transport: gloo", "transport: nccl")
         path.write_text(other)
         request = CalibrationOptions(out=path, sweep=True)
         refused = pytest.raises(ConfigError, match="its transport is not this one's")
