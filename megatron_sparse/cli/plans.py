@@ -93,11 +93,8 @@ def plan(
         typer.Option(metavar="FILE", help="File of `calibrate`, or a shipped model's name."),
     ] = None,
     density: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-9, max=1, help="Density of the gradients, with --bucket-bytes; default: 0.01."
-        ),
-    ] = None,
+        float, typer.Option(min=1e-9, max=1, help="Density of the gradients, with --bucket-bytes.")
+    ] = 0.01,
     value_bits: Annotated[
         int | None,
         typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 
 Row = dict[str, Any]
-ASSUMED_DENSITY = 0.01
-"""Of buckets by size, where none is given."""
 NAMES_SHOWN = 4
 
 
@@ -79,40 +77,31 @@ class Pricing:
         }
 
 
-def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
-    """The plan that a run wrote, or its plan on another cluster.
+def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
+    """The plan of a run's buckets with these prices.
 
     Args:
         path: the run's folder, or its `plan.json`.
-        pricing: None leaves the plan as it was written.
-        ranks: used only with `pricing`: the number of all ranks; None for the run's.
+        pricing: the cluster and the candidates.
+        ranks: the number of all ranks; None for the run's.
 
     Raises:
         ConfigError: there is no plan, or its lanes do not divide `ranks`.
         ProfileError: a profile in the plan is damaged.
     """
-    rows = read_plan(path)
-    if pricing is None:
-        return list(rows.values())
     priced = []
-    for name, row in rows.items():
-        lanes = row.get("lanes", 1)  # they share the ranks evenly
-        if ranks and ranks % lanes:
-            raise ConfigError(
-                f"plan: bucket {name} is a part of a bucket, one of {lanes} in each node",
-                expected=f"--ranks in multiples of {lanes}",
-                got=ranks,
-            )
-        shape = BucketShape(
-            row["numel"],
-            row["kept_numel"],
-            row["element_bytes"],
-            CollectiveOp(row["op"]),
-            world_size=ranks // lanes if ranks else row["world_size"],
-            partial_bytes=row["partial_bytes"],
-            value_bits=row.get("value_bits"),
-            lanes=lanes,
-        )
+    for name, row in read_plan(path).items():
+        # Rows of older runs lack the fields that have defaults.
+        values = {each.name: row[each.name] for each in fields(BucketShape) if each.name in row}
+        shape = BucketShape(**values | {"op": CollectiveOp(row["op"])})
+        if ranks:
+            if ranks % shape.lanes:  # lanes share the ranks evenly
+                raise ConfigError(
+                    f"plan: bucket {name} is a part of a bucket, one of {shape.lanes} in each node",
+                    expected=f"--ranks in multiples of {shape.lanes}",
+                    got=ranks,
+                )
+            shape = replace(shape, world_size=ranks // shape.lanes)
         sampled = row.get("profile")
         profile = SparsityProfile.from_dict(sampled) if sampled else prior(shape, row["density"])
         basis = "sampled in the run" if sampled else "assumed uniform"
@@ -148,7 +137,7 @@ def rows(
     ranks: int | None,
     anew: bool,
     pricing: Pricing | None,
-    density: float | None,
+    density: float,
     op: CollectiveOp,
 ) -> list[Row]:
     """The rows for `run` or `sizes`: exactly one is given. See `of_run` and `of_sizes`.
@@ -166,23 +155,21 @@ def rows(
             expected="either RUN or --bucket-bytes SIZE,...",
             got="none of them" if run is None else "RUN and --bucket-bytes",
         )
-    needs_prices = anew or ranks is not None
-    if run is not None and (pricing is not None or not needs_prices):
-        return of_run(run, pricing, ranks)
     if pricing is None:
-        given = "RUN with --ranks, --schemes or --value-bits"
-        request = "--bucket-bytes" if run is None else given
+        if run is not None and ranks is None and not anew:
+            return list(read_plan(run).values())  # as they were written
         raise ConfigError(
-            f"plan: {request} needs a cluster to be priced on",
+            "plan: --bucket-bytes, --ranks, --schemes or --value-bits needs a cluster to price on",
             expected="--cluster FILE, or the name of a shipped model cluster",
             got="no --cluster",
             remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
         )
+    if run is not None:
+        return of_run(run, pricing, ranks)
     if ranks is None or sizes is None:
         raise ConfigError(
             "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"
         )
-    density = ASSUMED_DENSITY if density is None else density
     return of_sizes(sizes, pricing, ranks, density, op)
 
 

@@ -421,15 +421,9 @@ def test_a_bucket_of_kept_parameters_has_a_price():
 
 def test_a_lanes_sums_are_priced_in_full():
     shape = BucketShape(2**22, 0, 4, CollectiveOp.ALL_REDUCE, 16, value_bits=4)
+    profile, where, names = prior(shape, 0.2), find("ethernet_25gbit_8"), ("hierarchical", "direct")
     rounded, full = (
-        predict_all(
-            shape,
-            prior(shape, 0.2),
-            find("ethernet_25gbit_8"),
-            SchemeConfig(sum_bits=bits),
-            SCHEMES,
-        )
-        for bits in (8, None)
+        predict_all(shape, profile, where, SchemeConfig(sum_bits=bits), names) for bits in (8, None)
     )
     assert rounded["hierarchical"] == full["hierarchical"]
     assert rounded["direct"] < full["direct"]
