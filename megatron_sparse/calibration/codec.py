@@ -41,15 +41,6 @@ PARTITIONS = 4
 NO_TIME_S = 1e-15
 """Less than the time of any call or element: a fitted rate below it is noise."""
 STEP = 1
-SEGMENTS = ("dense", "coo", "pici", "blocks")
-"""Formats of a bucket's segments, on a CPU and on CUDA."""
-
-
-_RICE = MessageSpec(1.0, format="rice")
-RICE = {"rice": _RICE, "rice_q4": replace(_RICE, value_bits=4)}
-"""Further ones on a CPU, by the names of their rates."""
-WHOLE = {"dense_q4": replace(_RICE, value_bits=4, whole=True)}
-"""Those of every element, whatever the density."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,9 @@ def codec_calls(
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
     if is_compiled(device):
-        yield from _segment_calls(numel, 1.0, device, WHOLE)
+        # Of every element, whatever the density.
+        whole = MessageSpec(1.0, format="rice", value_bits=4, whole=True)
+        yield from _segment_calls(numel, 1.0, device, {"dense_q4": whole})
     for density in densities:
         yield from _segment_calls(numel, density, device, _kinds(device))
         if is_compiled(device):
@@ -249,9 +242,11 @@ def _segment_calls(
 
 def _kinds(device: torch.device) -> dict[str, MessageSpec]:
     """Messages whose size depends on the density, by the names of their rates."""
-    if is_compiled(device):
-        return {form: MessageSpec(1.0, format=form) for form in SEGMENTS} | RICE
-    return {form: MessageSpec(1.0, format=form) for form in ("dense", "coo")}
+    compiled = ("pici", "blocks", "rice") if is_compiled(device) else ()
+    kinds = {form: MessageSpec(1.0, format=form) for form in ("dense", "coo", *compiled)}
+    if compiled:
+        kinds["rice_q4"] = replace(kinds["rice"], value_bits=4)
+    return kinds
 
 
 def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:

@@ -34,6 +34,7 @@ from megatron_sparse.planner.link_timing import (
     complete,
     host_clock,
     measure_links,
+    neighbours,
     timed,
 )
 from megatron_sparse.planner.plan import Planner
@@ -131,24 +132,19 @@ def measure_host(
 
         return complete(timed(transport, repeats, clock, action))
 
-    pieces, small_N = _ring(transport), _small_bucket(transport).grad_N
+    word = torch.zeros(1, dtype=torch.int64, device=transport.device)
+    pieces = neighbours(transport.rank, [range(transport.world_size)], word)
+    small_N = _small_bucket(transport).grad_N
     bare_s = [seconds(partial(_send, transport, pieces, count)) for count in (FEW, MANY)]
     driven_s = [
         seconds(partial(_send_driven, transport, pieces, count, progress)) for count in (FEW, MANY)
     ]
-    # What the progress thread adds to a message: costs that occur once cancel.
-    # What a further message costs by the thread, less what it costs bare.
+    # What a further message costs by the thread, less what it costs bare: costs that occur once
+    # cancel.
     a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
     reduced_s = seconds(_reduction(transport, progress))
     a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(small_N).finish())
     return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
-
-
-def _ring(transport: Transport) -> Round:
-    """A word for the next rank, and room for the previous one's."""
-    n, words = transport.world_size, torch.zeros(2, 1, dtype=torch.int64, device=transport.device)
-    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
-    return [(after, words[0])], [(before, words[1])]
 
 
 def _send(transport: Transport, pieces: Round, count: int) -> None:

@@ -205,7 +205,7 @@ def ring_times(
     times_s = []
     for nbytes in sweep.message_bytes:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
-        pieces = _neighbours(transport.rank, rings, sent)
+        pieces = neighbours(transport.rank, rings, sent)
 
         def rounds(pieces: Round = pieces) -> Iterable[Work]:
             """The exchanges between two readings of the clock."""
@@ -217,7 +217,7 @@ def ring_times(
     return times_s
 
 
-def _neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -> Round:
+def neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -> Round:
     """`sent` for the next rank of this rank's ring, and room for the previous one's; or nothing."""
     for ring in rings:
         if rank in ring and len(ring) > 1:

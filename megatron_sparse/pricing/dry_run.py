@@ -11,7 +11,7 @@ contributions are taken to have the same density).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from megatron_sparse.transport.topology import Link, Topology
 WORD_BYTES = 8
 
 
+@dataclass
 class DryRun:
     """One collective on one bucket.
 
@@ -36,35 +37,26 @@ class DryRun:
         densities: of the ranks' contributions and their sums.
         cluster: the costs.
         options: of the scheme; `capacity` is its factor, or null.
+        topology: the ranks' nodes and links.
         n: ranks.
         scatter: whether it is a reduce-scatter.
         clocks: of all ranks. Mutated.
         host_s: seconds that a message costs the host of each of its two ranks.
         has_slots: message sizes are fixed beforehand (capacity mode), and nothing is agreed upon.
-
-    Args:
-        shape: the bucket.
-        densities: of the ranks' contributions and their sums.
-        cluster: the costs.
-        options: of the scheme.
-        topology: the ranks' nodes and links.
     """
 
-    def __init__(
-        self,
-        shape: BucketShape,
-        densities: SumDensities,
-        cluster: ClusterModel,
-        options: SchemeConfig,
-        topology: Topology,
-    ) -> None:
-        self.shape, self.densities = shape, densities
-        self.cluster, self.options = cluster, options
-        self.n = topology.world_size
-        self.scatter = shape.op is CollectiveOp.REDUCE_SCATTER
-        self.clocks = RankClocks(topology)
-        self.has_slots = options.given_capacity is not None
-        self.host_s = cluster.host_s_per_message
+    shape: BucketShape
+    densities: SumDensities
+    cluster: ClusterModel
+    options: SchemeConfig
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        self.n = self.topology.world_size
+        self.scatter = self.shape.op is CollectiveOp.REDUCE_SCATTER
+        self.clocks = RankClocks(self.topology)
+        self.has_slots = self.options.given_capacity is not None
+        self.host_s = self.cluster.host_s_per_message
 
     def piece(self, parts: int = 1) -> Piece:
         """One of equal parts of the bucket."""
@@ -154,8 +146,7 @@ class DryRun:
 
     def node(self, ranks: int) -> Topology:
         """Some ranks of one node."""
-        topology = self.clocks.topology
-        return Topology((ranks,), topology.intra, topology.inter)
+        return Topology((ranks,), self.topology.intra, self.topology.inter)
 
     def lane(self, sharing: float) -> Topology:
         """The topology of a lane: one rank of each node.
@@ -164,7 +155,7 @@ class DryRun:
             sharing: bytes that all lanes of a node send to other nodes, divided by this lane's; it
                 slows this lane down where the lanes share a network card.
         """
-        topology = self.clocks.topology
+        topology = self.topology
         shared = sharing if topology.nic == "node" else 1.0
         inter = Link(topology.inter.alpha_s, shared * topology.inter.beta_s)
         return Topology((1,) * len(topology.node_sizes), topology.intra, inter)
