@@ -78,7 +78,6 @@ class Figure:
         Raises:
             DependencyError: matplotlib is missing.
         """
-        require_figures()
         short = ", reduced sweep" if fast else ""
         title = f"{self.title}\n{self.label}{short}. {self.assumptions}"
         return write_picture(
@@ -308,15 +307,45 @@ def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
 
 
 def heatmaps(
-    canvas: Canvas, rows: Sequence[Row], by: str, y: str, value: str, xlabel: str, **how: Any
+    canvas: Canvas,
+    rows: Sequence[Row],
+    by: str,
+    y: str,
+    value: str,
+    xlabel: str,
+    *,
+    most: float,
+    number: str = "{:.2f}",
 ) -> dict[Any, Axes]:
-    """A heatmap over the ranks for each value of the column `by`; returns the panels.
+    """A heatmap for each value of the column `by`, a cell with its number for each row.
 
-    `how` has more arguments of `draw_heatmap`.
+    The column `ranks` goes to the right. Ratios above 1 are green-blue, below 1 brown.
+
+    Args:
+        canvas: drawn on.
+        rows: one for each value of `by`, `ranks` and y.
+        by: column.
+        y: column; its values go upwards.
+        value: column of a ratio.
+        xlabel: below each map.
+        most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
+            colour.
+        number: format of the ratio.
+
+    Returns:
+        The maps, by the value of `by`.
     """
-    found = {}
+    found, most_log = {}, np.log2(most)
     for key, axes, part in panels(canvas, rows, by):
-        draw_heatmap(axes, part, y, value, **how)
+        columns, lines = sorted({row["ranks"] for row in part}), sorted({row[y] for row in part})
+        grid = np.full((len(lines), len(columns)), np.nan)
+        for row in part:
+            grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
+        logs = np.log2(grid)
+        axes.imshow(logs, "BrBG", vmin=-most_log, vmax=most_log, origin="lower", aspect="auto")
+        write_numbers(axes, grid, number, abs(logs) > 0.7 * most_log)  # dark: the map's ends
+        axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
+        axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])
         axes.set_xlabel(xlabel)
         found[key] = axes
     return found
@@ -327,37 +356,3 @@ def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray
     for (line, column), value in np.ndenumerate(grid):
         colour, text = "white" if is_dark[line, column] else "black", number.format(value)
         axes.text(column, line, text, ha="center", va="center", fontsize=8, color=colour)
-
-
-def draw_heatmap(
-    axes: Axes, rows: Sequence[Row], y: str, value: str, *, most: float, number: str = "{:.2f}"
-) -> None:
-    """Draws a cell for each row, with its number; ratios above 1 are green-blue, below 1 brown.
-
-    The column `ranks` goes to the right.
-
-    Args:
-        axes: drawn on.
-        rows: one for each pair of values of `ranks` and y.
-        y: column; its values go upwards.
-        value: column of a ratio.
-        most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
-            colour.
-        number: format of the ratio.
-    """
-    columns, lines = sorted({row["ranks"] for row in rows}), sorted({row[y] for row in rows})
-    grid = np.full((len(lines), len(columns)), np.nan)
-    for row in rows:
-        grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
-    axes.imshow(
-        np.log2(grid),
-        cmap="BrBG",
-        vmin=-np.log2(most),
-        vmax=np.log2(most),
-        origin="lower",
-        aspect="auto",
-    )
-    is_dark = abs(np.log2(grid)) > 0.7 * np.log2(most)  # the ends of the colour map
-    write_numbers(axes, grid, number, is_dark)
-    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
-    axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
 
 SEED = 0
@@ -98,20 +97,9 @@ class GradientModel:
         return float(max(part.mean() for part in parts)) / self.density
 
 
-def _rows_of(numel: int, row_numel: int, density: float) -> int:
-    """The number of rows of a gradient; refuses sizes and densities that no gradient has."""
-    if numel <= 0 or numel % row_numel or not 0 < density <= 1:
-        raise ConfigError(
-            "a synthetic gradient cannot be made",
-            expected="whole rows and 0 < density <= 1",
-            got=f"{numel} elements in rows of {row_numel}, density {density}",
-        )
-    return numel // row_numel
-
-
 def uniform(numel: int, density: float) -> GradientModel:
     """Positions are uniform and independent of one another and across ranks."""
-    return GradientModel(numel, 1, np.full(_rows_of(numel, 1, density), density))
+    return GradientModel(numel, 1, np.full(numel, density))
 
 
 def skewed(numel: int, density: float, exponent: float = 1.0, row_numel: int = 1) -> GradientModel:
@@ -119,12 +107,11 @@ def skewed(numel: int, density: float, exponent: float = 1.0, row_numel: int = 1
 
     Args:
         numel: elements.
-        density: expected, of one rank.
+        density: expected, of one rank; below 1.
         exponent: 0 is uniform; the words of a language have about 1 (Zipf).
         row_numel: elements of a row.
     """
-    rows = _rows_of(numel, row_numel, density)
-    return GradientModel(numel, row_numel, _zipf_probability(rows, density, exponent))
+    return GradientModel(numel, row_numel, _zipf_probability(numel // row_numel, density, exponent))
 
 
 def embedding_like(
@@ -141,7 +128,7 @@ def embedding_like(
         row_numel: elements of a row, such as the width of an embedding.
 
     Raises:
-        ConfigError: no exponent up to 8 gives that sum.
+        ValueError: no exponent up to 8 gives that sum.
         DependencyError: scipy is missing.
 
     Example:
@@ -149,28 +136,16 @@ def embedding_like(
         >>> round(model.density, 3), round(model.sum_density(64), 3)
         (0.02, 0.3)
     """
-    rows = _rows_of(numel, row_numel, density)
 
     def excess(exponent: float) -> float:
         """The density of the sum at an exponent, above the wanted one; it falls."""
-        probability = _zipf_probability(rows, density, exponent)
-        return GradientModel(numel, row_numel, probability).sum_density(ranks) - sum_density
+        return skewed(numel, density, exponent, row_numel).sum_density(ranks) - sum_density
 
-    low, high = 0.0, 8.0
-    if excess(low) < 0 or excess(high) > 0:
-        raise ConfigError(
-            "a synthetic gradient cannot be made",
-            expected=f"a density of the sum of {ranks} ranks from {excess(high) + sum_density:.3g} "
-            f"to {excess(low) + sum_density:.3g}",
-            got=sum_density,
-        )
-    return skewed(numel, density, _root(excess, low, high), row_numel)
+    return skewed(numel, density, _root(excess, 0.0, 8.0), row_numel)
 
 
 def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
     """Probability that row i is drawn at least once, with as many draws as give the density."""
-    if density == 1:
-        return np.ones(rows)
     popularity = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
 
     def excess(log_draws: float) -> float:

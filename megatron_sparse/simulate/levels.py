@@ -57,8 +57,6 @@ ENCODED_BYTES, DECODED_BYTES = 7.0, 8.9
 CHUNK_S = 0.25e-3
 """Of a chunk's 512 steps on a GPU, however short the shard is: docs/parameters.md."""
 
-LABEL = "model (cost models), not measured"
-
 
 @dataclass(frozen=True)
 class Training:
@@ -82,7 +80,6 @@ class Training:
     instances: int = 1
 
     def __post_init__(self) -> None:
-        in_range("--parameters", self.numel, 1, 2**40, integer=True)
         in_range("--move-bits", self.move_bits, 0, 16, low_open=True)
 
     def buckets(self, ranks: int) -> tuple[int, int]:
@@ -308,8 +305,8 @@ def level_rows(
                 )
 
 
-def describe(training: Training, cluster: str) -> str:
-    """What was priced, in a sentence."""
+def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path | None) -> None:
+    """Prints what was priced, then a line for each row; see `print_table`."""
     halves = "all-reduce"
     if training.sharded:
         bits = f"{training.move_bits:g} bits"
@@ -317,10 +314,6 @@ def describe(training: Training, cluster: str) -> str:
     if training.instances > 1:
         halves += f", {training.instances} instances"
     dtype = "fp32" if training.gradient_bytes == 4 else "bf16"
-    return f"{training.numel / 1e9:g} B parameters on {cluster}: {dtype} gradients, {halves}"
-
-
-def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path | None) -> None:
-    """Prints what was priced, then a line for each row; see `print_table`."""
-    print(f"{describe(training, rows[0].cluster)}; milliseconds of a {LABEL}")
+    priced = f"{training.numel / 1e9:g} B parameters on {rows[0].cluster}: {dtype} gradients"
+    print(f"{priced}, {halves}; milliseconds of a model (cost models), not measured")
     print_table(rows, json_path)

@@ -28,12 +28,11 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.simulate import all_gather, figures
 from megatron_sparse.simulate.figures import Axes, Canvas, Figure, Row
-from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
+from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, MIB, PERLMUTTER_LANES, Machine
 from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket, price
 from megatron_sparse.transport import Link
 from megatron_sparse.transport.virtual import VirtualTransport
 
-MB = 2**20
 NUMEL_A_RANK = 2
 RANKS, FAST_RANKS = (32, 64, 128, 256, 512, 1024, 2048), (16, 32)
 SIZES_MB = (16, 32, 64, 128, 256, 512, 1024)
@@ -84,7 +83,7 @@ def run_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
     numel = NUMEL_A_RANK * world_size
     scatter = kind == "reduce_scatter"
     op = CollectiveOp.REDUCE_SCATTER if scatter else CollectiveOp.ALL_REDUCE
-    job = Job(system.machine, world_size, size_mb * MB, numel, op)
+    job = Job(system.machine, world_size, size_mb * MIB, numel, op)
     if scatter:
         return price(job, "dense_hierarchical", lambda _: torch.ones(numel)).time_s
 
@@ -111,7 +110,7 @@ def library_s(system: System, library: str, kind: str, world_size: int, size_mb:
     if library == "Cray-MPICH":
         links = system.mpi_links
         adding_s_a_byte = 1 / HOST_ADDS_RATE if kind == "reduce_scatter" else 0.0
-    return all_gather.seconds_of_ring(world_size, size_mb * MB, links, adding_s_a_byte)
+    return all_gather.seconds_of_ring(world_size, size_mb * MIB, links, adding_s_a_byte)
 
 
 def _rows(

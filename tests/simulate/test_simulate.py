@@ -83,12 +83,6 @@ def test_fitted_gradients_meet_both_densities():
     assert model.skewness(8) / 8 > 0.6
 
 
-@pytest.mark.parametrize("sum_density", [0.01, 0.9])
-def test_an_impossible_density_of_a_sum_is_refused(sum_density):
-    with pytest.raises(ConfigError, match="cannot be made"):
-        gradients.embedding_like(2**12, 0.05, sum_density, ranks=8, row_numel=1)
-
-
 def test_traffic_of_tensor_operations():
     a_N, b_N = torch.ones(100), torch.ones(100)
     for expected, operation in (
@@ -208,7 +202,6 @@ def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
     assert {row["series"] for row in rows}
     times = [float(row["time_ms"]) for row in rows]
     assert min(times) > 0
-    assert "model" in simulate.figures.MODEL
 
 
 def test_command_line(tmp_path, capsys):
@@ -299,12 +292,6 @@ def test_nodes_of_different_sizes_are_refused():
         rows_of((12,))
 
 
-@pytest.mark.parametrize("field", [{"numel": 0}, {"move_bits": 0.0}, {"move_bits": 17.0}])
-def test_numbers_out_of_range_are_refused(field):
-    with pytest.raises(ConfigError):
-        Training(**field)
-
-
 def test_the_command(tmp_path, capsys):
     lines = tmp_path / "levels.jsonl"
     options = ["--ranks", "8,16", "--schemes", "direct", "--preset", "safe"]
@@ -321,7 +308,8 @@ def test_the_command(tmp_path, capsys):
     "option",
     [
         *("--gradients=fp64", "--preset=none", "--cluster=none", "--schemes=none"),
-        *("--instances=3", "--ranks=12", "--ranks=1", "--parameters=inf", "--move-bits=17"),
+        *("--instances=3", "--ranks=12", "--ranks=1", "--parameters=inf", "--parameters=0"),
+        *("--move-bits=0", "--move-bits=17"),
     ],
 )
 def test_mistakes_are_one_error(option, capsys):
