@@ -19,7 +19,6 @@ from megatron_sparse.calibration.launch_check import (
     RankFacts,
     RingLink,
     check_launch,
-    clock_offsets,
     describe,
     meet,
     ring_links,
@@ -121,13 +120,6 @@ class TestLines:
     def test_clocks(self, offset_s, wrong):
         lines = describe([FACTS] * 3, [0.0, 0.0, offset_s], [])
         assert any("clocks differ: rank 2 (n0), by -0.2 s" in line for line in lines) is wrong
-
-
-def test_clock_offsets_are_from_the_median(monkeypatch):
-    """Virtual ranks read one clock: none is off."""
-    monkeypatch.setattr(launch_check.time, "time", lambda: 1e9)
-    cluster = VirtualCluster(3, Topology((3,), Link(0.0, 0.0), Link(0.0, 0.0)))
-    assert cluster.run(clock_offsets) == [[0.0] * 3] * 3
 
 
 def test_absent_ranks_are_named():

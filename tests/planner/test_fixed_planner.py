@@ -88,7 +88,6 @@ def test_predicted_bytes():
         ("auto", 0.5, 2.125),
         ("auto", 0.99, 4),
         ("coo", 0.5, 4),
-        ("coo", 0.3, 2.4),
         ("pici", 0.01, 0.165),
         ("dense", 0.01, 4),
     ],

@@ -8,14 +8,13 @@ import pytest
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPricing, inside_s
-from megatron_sparse.planner.plan import shape_of
 from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import predict, prior
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport import Link
-from tests.planner.planned import a_bucket, a_planner
+from tests.planner.planned import a_bucket
 from tests.reduction.virtual_level import VirtualRanks
 
 CLUSTER = find("ethernet_25gbit_8")
@@ -130,39 +129,21 @@ class TestBestLevel:
         assert self.choice(find("ethernet_25gbit"), (4, 4)).seconds.keys() == {RANK, NODE}
 
 
-class TestPlannerOfALane:
-    """`Bucket.lanes` reaches the prices, the state and the rows."""
+def test_a_state_of_other_lanes_is_another_buckets():
+    bucket = a_bucket(world_size=4)
+    state = BucketState.of(bucket)
+    assert state.fits(bucket)
+    bucket.lanes = 4
+    assert not state.fits(bucket)
 
-    def part(self, lanes):
-        bucket = a_bucket(world_size=4)
-        bucket.lanes = lanes
-        return bucket
 
-    def test_a_share_of_the_card_makes_a_part_slower(self):
-        prices = []
-        for lanes in (1, 4):
-            planner = a_planner("perlmutter", schemes=["direct"])
-            prices.append(planner.plan_for(self.part(lanes), 0).predicted_us)
-        # Four ranks of one node; and one rank of each of four nodes, behind shared cards.
-        assert prices[1] > prices[0]
-
-    def test_the_rows_say_so(self):
-        planner = a_planner("perlmutter", schemes=["direct"])
-        bucket = self.part(4)
-        assert planner.report(bucket, 0)["lanes"] == 4
-        assert shape_of(bucket, None).lanes == 4
-
-    def test_a_state_of_other_lanes_is_another_buckets(self):
-        assert BucketState.of(self.part(4)).fits(self.part(4))
-        assert not BucketState.of(self.part(4)).fits(self.part(1))
-
-    def test_ranks_of_a_plan_are_all_ranks(self, tmp_path):
-        part = a_shape().lane(8)
-        row = Pricing(CLUSTER, NAMES).row("0", part, prior(part, 0.01), "assumed")
-        path = tmp_path / "plan.json"
-        path.write_text(json.dumps({"buckets": [row]}))
-        (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
-        assert (priced["world_size"], priced["lanes"]) == (8, 8)
+def test_ranks_of_a_plan_are_all_ranks(tmp_path):
+    part = a_shape().lane(8)
+    row = Pricing(CLUSTER, NAMES).row("0", part, prior(part, 0.01), "assumed")
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"buckets": [row]}))
+    (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
+    assert (priced["world_size"], priced["lanes"]) == (8, 8)
 
 
 def test_the_reducer_of_a_level_plans_parts():

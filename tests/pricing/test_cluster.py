@@ -63,11 +63,6 @@ class TestFile:
             ("alpha_s: 1.0e-05", "alpha_s: -1.0e-05", ["inter.alpha_s", "-1e-05"]),
             (
                 "seconds_per_element: 3.0e-09",
-                "seconds_per_element: -1.0",
-                ["codec[1].seconds_per_element", "-1.0"],
-            ),
-            (
-                "seconds_per_element: 3.0e-09",
                 "seconds_per_element: fast",
                 ["codec[1].seconds_per_element", "fast"],
             ),
