@@ -2,15 +2,19 @@
 
 import torch
 
+from megatron_sparse.bench.exchange.case import BucketPath
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import Exchange
+from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.config.level import NODE
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.simulate.pricing import make_message
+from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
+from megatron_sparse.simulate.pricing import ChargingTimer, make_message, memory_bound
 from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport.topology import members_of
 
 NUMEL = 2**14
 SPARSE = ("agsparse", "direct", "ssar_rd")
@@ -34,6 +38,32 @@ def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, schem
         logs=True,
         pace=Pace(**pace),
     )
+
+
+def ran(case, sweep, cluster, gradients, byte_s=0.0):
+    """A virtual cluster that has synchronised these gradients, by the reducer of training.
+
+    Args:
+        case: a `BucketCase`; at level `node` nodes add up first, dense.
+        sweep: a `CollectiveSweep`: the form of messages.
+        cluster: a model: its links; its codec table is not looked at, and its host costs nothing.
+        gradients: fp32, one for each rank. Not mutated.
+        byte_s: seconds for each byte that local work reads or writes.
+    """
+    n = len(gradients)
+    virtual = VirtualCluster(n, cluster.topology(n))
+    members = members_of(virtual.transports[0].nodes) if case.level == NODE else []
+    choice = LevelChoice(case.level, "as asked", tuple(map(tuple, members)))
+    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, choice)]
+
+    def start(transport):
+        path, bucket = paths[transport.rank], case.bucket(gradients[transport.rank].clone(), n)
+        if SCHEMES[case.scheme].takes is Input.SPARSE:  # memory taken once is no cost of a step
+            path.residuals.begin(path.reducer.part(bucket))
+        return path.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
+
+    virtual.run(start)
+    return virtual
 
 
 class Ranks:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketCase, BucketPath
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
-from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.prices import fits, predict, predict_all, prior
@@ -25,19 +24,17 @@ from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, Code
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat, record_bytes
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.transport import Link, VirtualCluster
 from tests.overlaps import HardlyOverlapping
-from tests.planner.planned import a_bucket
+from tests.planner.planned import a_bucket, ran
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
 PRICED = [name for name in SCHEMES if not skips_straggler(name)]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
-AT_RANK = LevelChoice(RANK, "as asked", ())
 COUNTS = (*range(1, 9), 11, 16)
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
 
@@ -122,25 +119,18 @@ def options_of(kind: Kind) -> SchemeConfig:
     return SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
 
 
-def ran(
-    scheme: str,
-    op: CollectiveOp,
-    where: ClusterModel,
-    given: list[torch.Tensor],
-    kind: Kind = WHOLE,
+def ran_with(
+    scheme: str, op: CollectiveOp, where: ClusterModel, given: list[torch.Tensor], kind: Kind
 ) -> VirtualCluster:
-    """A virtual cluster that has synchronised these gradients, by the reducer of training.
+    """A virtual cluster that has synchronised these gradients, in messages of a kind.
 
-    Of messages of a kind, the reducer is asked for `KIND_DENSITY`, more than there is: its
-    threshold is then 0, and slots and Rice's chunks are made for that density.
+    The reducer is then asked for `KIND_DENSITY`, more than there is: its threshold is 0, and slots
+    and Rice's chunks are made for that density.
     """
-    n, density = len(given), 1.0 if kind == WHOLE else KIND_DENSITY
+    density = 1.0 if kind == WHOLE else KIND_DENSITY
     case = BucketCase(op, scheme, "fp32", density, given[0].numel(), kind.value_bits, kind.sum_bits)
     sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
-    virtual = VirtualCluster(n, where.topology(n))
-    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]
-    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
-    return virtual
+    return ran(case, sweep, where, given)
 
 
 def both_s(
@@ -153,7 +143,7 @@ def both_s(
         profile = replace(profile, density=KIND_DENSITY)
     bucket = replace(shape(n, op, numel), value_bits=kind.value_bits)
     predicted_s = predict(scheme, bucket, profile, where, options)
-    return [predicted_s, ran(scheme, op, where, given, kind).modelled_s]
+    return [predicted_s, ran_with(scheme, op, where, given, kind).modelled_s]
 
 
 @pytest.mark.parametrize(("scheme", "op"), CASES)
@@ -215,7 +205,7 @@ def test_the_byte_formula_is_what_ranks_send(scheme, kind, op):
     n, numel = 3, 16 * 4096 * 3
     bucket = a_bucket(torch.zeros(numel), n, op=op)
     expected = predicted_bytes(bucket, 0.05, options_of(kind), kind.value_bits)[scheme]
-    virtual = ran(scheme, op, cluster(BANDWIDTH), stratified(n, 0.05, numel), kind)
+    virtual = ran_with(scheme, op, cluster(BANDWIDTH), stratified(n, 0.05, numel), kind)
     most = max(virtual.sent_bytes(rank) for rank in range(n))
     assert expected == pytest.approx(most, rel=0.03, abs=400)
 

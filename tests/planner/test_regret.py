@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketCase, BucketPath
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
@@ -31,17 +31,14 @@ from megatron_sparse.planner.prices import candidates, predict, prices_us
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.recording import BucketRecord, StageTimer
-from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate.cluster_models import MACHINES
-from megatron_sparse.simulate.pricing import ChargingTimer, make_message, memory_bound
+from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import Link, Transport, VirtualCluster
-from megatron_sparse.transport.topology import members_of
-from megatron_sparse.transport.virtual import VirtualTransport
 from tests.overlaps import FullyOverlapping, HardlyOverlapping
-from tests.planner.planned import a_bucket
+from tests.planner.planned import a_bucket, ran
 
 SWEEP = CollectiveSweep()
 """Messages in the format that is smallest, of sizes that travel with them."""
@@ -68,37 +65,12 @@ def run_s(
     op: CollectiveOp,
     level: str = RANK,
 ) -> float:
-    """Seconds on modelled clocks until the last rank has synchronised one bucket, as in training.
+    """Seconds on modelled clocks until the last rank has synchronised one bucket, see `ran`.
 
-    Args:
-        scheme: a name in `SCHEMES`, which has the form.
-        gradients: fp32, one for each rank, mostly zeros; all that is not zero is selected. Not
-            mutated.
-        cluster: a model, whose host costs nothing: its links; its codec table is not looked at.
-        byte_s: seconds for each byte that local work reads or writes.
-        op: all-reduce or reduce-scatter.
-        level: `rank`, or `node`: nodes add up first, dense.
-
-    Raises:
-        MegatronSparseError: the collective failed.
+    All elements that are not zero are selected.
     """
-    n, numel = len(gradients), gradients[0].numel()
-    case = BucketCase(op, scheme, "fp32", 1.0, numel, level=level)
-    topology = cluster.topology(n)
-    virtual = VirtualCluster(n, topology)
-    members = members_of(topology.nodes) if level == NODE else []
-    choice = LevelChoice(level, "as asked", tuple(map(tuple, members)))
-    paths = [BucketPath(case, SWEEP, each) for each in virtual_groups(virtual, choice)]
-
-    def start(transport: VirtualTransport) -> Generator[Any, None, BucketRecord]:
-        rank = transport.rank
-        path, bucket = paths[rank], case.bucket(gradients[rank].clone(), n)
-        if SCHEMES[scheme].takes is Input.SPARSE:  # memory taken once is no cost of a step
-            path.residuals.begin(path.reducer.part(bucket))
-        return path.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
-
-    virtual.run(start)
-    return virtual.modelled_s
+    case = BucketCase(op, scheme, "fp32", 1.0, gradients[0].numel(), level=level)
+    return ran(case, SWEEP, cluster, gradients, byte_s).modelled_s
 
 
 RANKS, NUMEL, FULL_NUMEL = 4, 2**16, 2**24
