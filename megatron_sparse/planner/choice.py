@@ -49,7 +49,6 @@ from megatron_sparse.planner.prices import (
     prior,
 )
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.topology import members_of
@@ -139,9 +138,10 @@ class PricedPlanner(Planner):
 
         Where the choice is dense, also finds out whether a sample could change that.
         """
-        shape = self._shape_of(bucket)
+        value_bits = self._compression.given_value_bits
+        shape = shape_of(bucket, self._scheme.wire_dtype, value_bits)
         profile = state.profile or prior(shape, density)
-        names = candidates(self._config.schemes, self._compression.given_value_bits)
+        names = candidates(self._config.schemes, value_bits)
         if bucket.grad_N.device.type == "cuda":  # no price includes the host's waits
             names = [name for name in names if not SCHEMES[name].waits_on_cuda]
         # From a profile: microseconds by scheme.
@@ -164,9 +164,6 @@ class PricedPlanner(Planner):
         if best != before and self._logs:
             change = (bucket.name, before or "nothing", best, state.reason)
             logger.info("step %d: bucket %s: %s -> %s, %s", step, *change)
-
-    def _shape_of(self, bucket: Bucket) -> BucketShape:
-        return shape_of(bucket, self._scheme.wire_dtype, self._compression.given_value_bits)
 
     def _is_sampled(self, state: BucketState, step: int, density: float) -> bool:
         """Whether the bucket's sparsity is sampled in this step; the module says when."""
@@ -229,21 +226,13 @@ class PricedPlanner(Planner):
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
+        row = super().report(bucket, step)
+        del row["predicted_bytes"]  # nothing was chosen by them
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
-        # The schedule's density, with which schemes are compared: that of a dense plan is 1.
-        _, density = phase_and_density(self._compression, step)
-        choice = Choice(plan.scheme, plan.reason)
         if plan.predicted_us is not None:  # else prices did not choose: every element in few bits
-            choice = _settled(state)  # ignores the temporary scheme of a sampling step
-        return {
-            "bucket": bucket.name,
-            **asdict(self._shape_of(bucket)),
-            "density": density,
-            "predicted_us": state.predicted_us,
-            "chosen": choice.scheme,
-            "reason": choice.reason,
-            "profile": state.to_dict()["profile"],
-        }
+            settled = _settled(state)  # ignores the temporary scheme of a sampling step
+            row |= {"chosen": settled.scheme, "reason": settled.reason}
+        return row | {"predicted_us": state.predicted_us, "profile": state.to_dict()["profile"]}
 
     def state_dict(self) -> dict[str, Any]:
         """See `Planner`."""
