@@ -28,6 +28,7 @@ from megatron_sparse.planner.prices import DENSE, candidates, explain, least, pr
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.telemetry.console import plain_table
 
 Row = dict[str, Any]
 NAMES_SHOWN = 4
@@ -225,15 +226,10 @@ def _table(chosen: str, prices: dict[str, float], column: str, digits: int) -> T
         column: the heading of the prices.
         digits: of the prices, after the point.
     """
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("")
-    table.add_column("scheme")
-    table.add_column(column, justify="right")
-    table.add_column("/ dense", justify="right")
+    table = plain_table("", "  scheme", column, "/ dense")
     for name, price in sorted(prices.items(), key=lambda item: item[1]):
         table.add_row(
-            "*" if name == chosen else "",
-            name,
+            f"* {name}" if name == chosen else f"  {name}",
             f"{price:.{digits}f}",
             f"{price / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
             style="bold" if name == chosen else None,

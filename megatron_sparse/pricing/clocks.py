@@ -83,7 +83,7 @@ class RankClocks:
         """
         in_full = [Round(*np.broadcast_arrays(*sent)) for sent in rounds]  # a value for each rank
         if self._shares_nic and len(self.topology.node_sizes) > 1:
-            QueuedRounds(self.topology, in_full, host_s).run(self)
+            QueuedRounds(self, in_full, host_s).run()
             return
         for each in in_full:
             self._round(each, host_s)
@@ -156,14 +156,14 @@ class QueuedRounds:
     computed one by one. Here every message is an event, as in `VirtualCluster`.
 
     Args:
-        topology: nodes and links.
+        clocks: of all ranks.
         rounds: of all ranks.
         host_s: seconds that a message costs each of its two ends before it is posted.
     """
 
-    def __init__(self, topology: Topology, rounds: Sequence[Round], host_s: float) -> None:
-        self._topology, self._host_s = topology, host_s
-        n = topology.world_size
+    def __init__(self, clocks: RankClocks, rounds: Sequence[Round], host_s: float) -> None:
+        self._clocks, self._topology, self._host_s = clocks, clocks.topology, host_s
+        n = self._topology.world_size
         # By round and rank; lists, whose single numbers Python reads faster than an array's.
         self._source = [self._sources(each) for each in rounds]
         self._target = [each.target_n.tolist() for each in rounds]
@@ -175,9 +175,8 @@ class QueuedRounds:
         """Messages of this round that each rank has not ended."""
         self._done_s = [0.0] * n
         """When each rank's messages of this round, as far as they have ended, did so."""
-        self._now_s = [0.0] * n
+        self._now_s = clocks.now_n.tolist()
         """Each rank's clock, at the beginning of its round."""
-        self._free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._ready: list[tuple[float, int, int, int]] = []
         """A heap of messages that both ends have posted: since when, sender, receiver, round."""
 
@@ -187,32 +186,31 @@ class QueuedRounds:
         source_n[each.target_n[each.senders]] = each.senders
         return source_n.tolist()
 
-    def run(self, clocks: RankClocks) -> None:
+    def run(self) -> None:
         """Moves the clocks on to the end of the last round. Mutates them.
 
         The message that can start first goes first; one whose port is taken is put back until then.
         """
-        self._now_s = clocks.now_n.tolist()
-        self._free_s = clocks.card_free_s
+        free_s = self._clocks.card_free_s
         for rank in range(len(self._now_s)):
             self._enter(rank)
         while self._ready:
             since_s, sender, receiver, number = heapq.heappop(self._ready)
             ports = self._topology.ports(sender, receiver)
-            start_s = max(since_s, *(self._free_s[port] for port in ports))
+            start_s = max(since_s, *(free_s[port] for port in ports))
             if start_s > since_s:
                 heapq.heappush(self._ready, (start_s, sender, receiver, number))
                 continue
             link = self._topology.link(sender, receiver)
             left_s = start_s + link.beta_s * self._nbytes[number][sender]
             for port in ports:
-                self._free_s[port] = left_s
+                free_s[port] = left_s
             for end, done_s in ((sender, left_s), (receiver, left_s + link.alpha_s)):
                 self._done_s[end] = max(self._done_s[end], done_s)
                 self._pending[end] -= 1
                 if not self._pending[end]:
                     self._leave(end)
-        clocks.now_n = np.array(self._now_s)
+        self._clocks.now_n = np.array(self._now_s)
 
     def _enter(self, rank: int) -> None:
         """Posts a rank's messages of its next round that has any; passes over empty rounds."""
