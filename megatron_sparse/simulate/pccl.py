@@ -47,27 +47,16 @@ class System:
     Attributes:
         machine: the machine as modelled for PCCL's own algorithms.
         vendor: the GPU vendor's library.
-        vendor_links: its ring's links, inside a node and between nodes.
-        mpi_links: Cray-MPICH's.
+        mpi_alpha_s: fitted latency of Cray-MPICH's ring between nodes.
     """
 
     machine: Machine
     vendor: str
-    vendor_links: tuple[Link, Link]
-    mpi_links: tuple[Link, Link]
+    mpi_alpha_s: float
 
 
-def _system(machine: Machine, vendor: str, mpi_alpha_s: float) -> System:
-    """A system; `mpi_alpha_s` is the fitted latency of Cray-MPICH's ring between nodes."""
-    # PCCL runs the vendor's ring within nodes, so this ring has that fitted latency too.
-    ring = Link(machine.intra.alpha_s, 1 / (100 * GB))
-    return System(
-        machine, vendor, (machine.intra, ring), (machine.intra, Link(mpi_alpha_s, 1 / (25 * GB)))
-    )
-
-
-FRONTIER = _system(FRONTIER_LANES, "RCCL", 200e-6)
-PERLMUTTER = _system(PERLMUTTER_LANES, "NCCL", 30e-6)
+FRONTIER = System(FRONTIER_LANES, "RCCL", 200e-6)
+PERLMUTTER = System(PERLMUTTER_LANES, "NCCL", 30e-6)
 
 
 @cache
@@ -106,11 +95,13 @@ def pccl_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
 
 def library_s(system: System, library: str, kind: str, world_size: int, size_mb: int) -> float:
     """Time of a library's flat ring: the system's `vendor`, or Cray-MPICH."""
-    links, adding_s_a_byte = system.vendor_links, 0.0
+    intra, adding_s_a_byte = system.machine.intra, 0.0
+    # PCCL runs the vendor's ring within nodes, so between them this ring has that latency too.
+    inter = Link(intra.alpha_s, 1 / (100 * GB))
     if library == "Cray-MPICH":
-        links = system.mpi_links
+        inter = Link(system.mpi_alpha_s, 1 / (25 * GB))
         adding_s_a_byte = 1 / HOST_ADDS_RATE if kind == "reduce_scatter" else 0.0
-    return all_gather.seconds_of_ring(world_size, size_mb * MIB, links, adding_s_a_byte)
+    return all_gather.seconds_of_ring(world_size, size_mb * MIB, (intra, inter), adding_s_a_byte)
 
 
 def _rows(

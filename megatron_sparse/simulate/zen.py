@@ -111,11 +111,7 @@ def outcomes_8(
 ) -> dict[str, JobCost]:
     """The costs of figure 8: `outcomes`, and what Balanced Parallelism would take.
 
-    Args:
-        job: see `outcomes`.
-        gradients: see `outcomes`.
-        density: of a rank's gradient.
-        sum_density: of the sum of all ranks' gradients.
+    `density` is that of a rank's gradient, `sum_density` that of the sum of all ranks' gradients.
     """
     # The paper leaves one out, too: it is 40 times off the scale.
     on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
