@@ -92,11 +92,11 @@ def cost(run: DryRun) -> None:
     Added: n - 1 additions of one piece, and two copies where values are narrower than fp32.
     """
     numel = run.shape.numel / run.n
-    run.clocks.everybody_at_once(numel * run.b, run.host_s)
+    run.clocks.everybody_at_once(numel * run.b)
     copies = 2 if run.b < FP32_BYTES else 0
     run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + copies * run.plain(CodecOp.COPY, numel))
     if not run.scatter:
-        run.clocks.everybody_at_once(numel * run.b, run.host_s)
+        run.clocks.everybody_at_once(numel * run.b)
 
 
 SCHEME = Scheme("dense_allpairs", Input.DENSE, run=dense_allpairs, place=40, cost=cost)

@@ -113,7 +113,7 @@ def cost(run: DryRun) -> None:
     is_server_n = np.arange(n) == 0
     one = run.densities.whole(1)
     run.agree()
-    run.clocks.with_root(np.full(n, float(messages.nbytes(whole, one, run.b))), run.host_s)
+    run.clocks.with_root(np.full(n, float(messages.nbytes(whole, one, run.b))))
     # The server adds them, and encodes the sum.
     first_s = messages.seconds(CodecOp.DECODE, whole, one, run.b)
     other_s = messages.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
@@ -123,8 +123,8 @@ def cost(run: DryRun) -> None:
     run.work(is_server_n * (first_s + (n - 1) * other_s + encoding_s))
     # The size, then the sum, or of a reduce-scatter each rank's shard, back to all.
     nbytes_n = np.broadcast_to(sums.nbytes(piece, sum_n, run.b), (n,))
-    run.clocks.with_root(np.full(n, WORD_BYTES), run.host_s)
-    run.clocks.with_root(nbytes_n, run.host_s)
+    run.clocks.with_root(np.full(n, WORD_BYTES))
+    run.clocks.with_root(nbytes_n)
     run.work(~is_server_n * sums.seconds(CodecOp.DECODE, piece, sum_n, run.b))
 
 

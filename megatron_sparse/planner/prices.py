@@ -159,16 +159,9 @@ def predict_all(
     options: SchemeConfig,
     schemes: Collection[str],
 ) -> dict[str, float]:
-    """Seconds by scheme, from `predict`, for all that have a model, the operation and messages.
+    """Seconds from `predict` by scheme, of those in `schemes` that fit (`fits`).
 
-    `fits` says which: with the bucket's operation, and with messages as the options ask for.
-
-    Args:
-        shape: see `predict`.
-        profile: see `predict`.
-        cluster: see `predict`.
-        options: see `predict`.
-        schemes: the schemes to price; those that do not fit are left out.
+    They need a model, the bucket's operation, and messages as the options ask for.
     """
     return {
         name: predict(name, shape, profile, cluster, options)

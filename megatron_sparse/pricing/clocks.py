@@ -59,36 +59,31 @@ class RankClocks:
 
     Args:
         topology: nodes and links.
+        host_s: seconds that a message costs each of its two ends before it is posted.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, host_s: float) -> None:
         n = topology.world_size
-        self.topology = topology
+        self.topology, self.host_s = topology, host_s
         self.now_n = np.zeros(n)
         self.ranks_n = np.arange(n)
         self._node_n = np.array(topology.nodes)
-        self._shares_nic = topology.nic == "node"
         self.card_free_s: dict[tuple[str, int], float] = defaultdict(float)  # by `Topology.ports`
 
     def work(self, seconds: float | np.ndarray) -> None:
         """Local work of every rank."""
         self.now_n = self.now_n + seconds
 
-    def in_rounds(self, rounds: Iterable[Sent], host_s: float = 0.0) -> None:
-        """Rounds in sequence; each rank begins a round when it has ended the one before.
-
-        Args:
-            rounds: of all ranks.
-            host_s: seconds that a message costs each of its two ends before it is posted.
-        """
+    def in_rounds(self, rounds: Iterable[Sent]) -> None:
+        """Rounds in sequence; each rank begins a round when it has ended the one before."""
         in_full = [Round(*np.broadcast_arrays(*sent)) for sent in rounds]  # a value for each rank
-        if self._shares_nic and len(self.topology.node_sizes) > 1:
-            QueuedRounds(self, in_full, host_s).run()
+        if self.topology.nic == "node" and len(self.topology.node_sizes) > 1:
+            QueuedRounds(self, in_full).run()
             return
         for each in in_full:
-            self._round(each, host_s)
+            self._round(each)
 
-    def _round(self, each: Round, host_s: float) -> None:
+    def _round(self, each: Round) -> None:
         """Moves the clocks on by one round, in which every rank has ports of its own.
 
         A rank ends it when its local work is done, its message has left and the other has arrived.
@@ -98,7 +93,7 @@ class RankClocks:
         # The host of either end first posts the message.
         is_end_n = np.zeros_like(self.now_n)
         is_end_n[senders] = is_end_n[targets] = 1.0
-        self.now_n = self.now_n + host_s * is_end_n
+        self.now_n = self.now_n + self.host_s * is_end_n
         same_node = self._node_n[senders] == self._node_n[targets]
         intra, inter = self.topology.intra, self.topology.inter
         start_s = np.maximum(self.now_n[senders], self.now_n[targets])
@@ -116,25 +111,24 @@ class RankClocks:
         """
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
-    def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
+    def everybody_at_once(self, nbytes: float) -> None:
         """Every rank sends `nbytes` to every other, all posted at once; all end at the same time.
 
-        Exact if all ranks begin at the same time. `host_s`: of the host, to post one message.
+        Exact if all ranks begin at the same time.
         """
         n = self.ranks_n.size
         if n == 1:
             return
         # Of all n - 1 messages of a rank together: seconds, and seconds for each byte of `nbytes`.
         alpha_s, all_beta_s = _all_pairs(self.topology)
-        latest_s = self.now_n.max() + host_s * (n - 1)
+        latest_s = self.now_n.max() + self.host_s * (n - 1)
         self.now_n = np.full(n, latest_s + alpha_s + all_beta_s * nbytes)
 
-    def with_root(self, nbytes_n: np.ndarray, host_s: float = 0.0) -> None:
+    def with_root(self, nbytes_n: np.ndarray) -> None:
         """Every rank sends to rank 0, or rank 0 to every rank; all end at the same time.
 
         Args:
             nbytes_n: bytes between rank 0 and each rank; the entry of rank 0 is not used.
-            host_s: as in `in_rounds`, for each of rank 0's messages.
         """
         peers = self.ranks_n[1:]
         if not peers.size:
@@ -145,7 +139,7 @@ class RankClocks:
         for link, chosen in ((self.topology.intra, same_node), (self.topology.inter, ~same_node)):
             if chosen.any():
                 times_s.append(link.alpha_s + link.beta_s * nbytes_n[peers[chosen]].sum())
-        end_s = self.now_n.max() + host_s * peers.size + max(times_s)
+        end_s = self.now_n.max() + self.host_s * peers.size + max(times_s)
         self.now_n = np.full(self.ranks_n.size, end_s)
 
 
@@ -158,11 +152,10 @@ class QueuedRounds:
     Args:
         clocks: of all ranks.
         rounds: of all ranks.
-        host_s: seconds that a message costs each of its two ends before it is posted.
     """
 
-    def __init__(self, clocks: RankClocks, rounds: Sequence[Round], host_s: float) -> None:
-        self._clocks, self._topology, self._host_s = clocks, clocks.topology, host_s
+    def __init__(self, clocks: RankClocks, rounds: Sequence[Round]) -> None:
+        self._clocks, self._topology = clocks, clocks.topology
         n = self._topology.world_size
         # By round and rank; lists, whose single numbers Python reads faster than an array's.
         self._source = [self._sources(each) for each in rounds]
@@ -226,7 +219,7 @@ class QueuedRounds:
                 self._now_s[rank] += self._meanwhile[number][rank]
                 self._place[rank] += 1
                 continue
-            self._now_s[rank] += self._host_s
+            self._now_s[rank] += self._clocks.host_s
             self._done_s[rank] = self._now_s[rank]
             for peer, sender, receiver in messages:
                 # The later one of the two finds the other waiting, and makes the message ready. No

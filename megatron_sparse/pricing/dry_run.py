@@ -39,9 +39,10 @@ class DryRun:
         options: of the scheme; `capacity` is its factor, or null.
         topology: the ranks' nodes and links.
         n: ranks.
+        b: bytes of a value.
+        p: bytes of a value of a partial sum.
         scatter: whether it is a reduce-scatter.
         clocks: of all ranks. Mutated.
-        host_s: seconds that a message costs the host of each of its two ranks.
         has_slots: message sizes are fixed beforehand (capacity mode), and nothing is agreed upon.
     """
 
@@ -53,10 +54,10 @@ class DryRun:
 
     def __post_init__(self) -> None:
         self.n = self.topology.world_size
+        self.b, self.p = self.shape.element_bytes, self.shape.partial_bytes
         self.scatter = self.shape.op is CollectiveOp.REDUCE_SCATTER
-        self.clocks = RankClocks(self.topology)
+        self.clocks = RankClocks(self.topology, self.cluster.host_s_per_message)
         self.has_slots = self.options.given_capacity is not None
-        self.host_s = self.cluster.host_s_per_message
 
     def piece(self, parts: int = 1) -> Piece:
         """One of equal parts of the bucket."""
@@ -120,16 +121,6 @@ class DryRun:
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
         self.work(form.seconds(CodecOp.SELECT, self.piece(), density, self.b))
 
-    @property
-    def b(self) -> int:
-        """Bytes of a value."""
-        return self.shape.element_bytes
-
-    @property
-    def p(self) -> int:
-        """Bytes of a value of a partial sum."""
-        return self.shape.partial_bytes
-
     def work(self, seconds: Density) -> None:
         """Local work of every rank."""
         self.clocks.work(seconds)
@@ -170,7 +161,7 @@ class DryRun:
 
     def exchanges(self, rounds: Sequence[tuple[np.ndarray, Density]]) -> None:
         """Exchanges of (target, bytes by sender) that follow one another without local work."""
-        self.clocks.in_rounds([(*each, 0.0) for each in rounds], self.host_s)
+        self.clocks.in_rounds([(*each, 0.0) for each in rounds])
 
     def shift(self, step: int, nbytes: Density) -> None:
         """A round in which rank r sends to rank r - step, so that no rank's port is shared."""
@@ -180,9 +171,9 @@ class DryRun:
         """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
         ranks = self.clocks.ranks_n
         self.clocks.in_rounds(
-            [((ranks - step) % self.n, sent, local) for step, sent, local in rounds], self.host_s
+            [((ranks - step) % self.n, sent, local) for step, sent, local in rounds]
         )
 
     def agree(self) -> None:
         """The agreement: an all-gather of identity and sizes, 8 (2 + n) bytes from each to each."""
-        self.clocks.everybody_at_once(WORD_BYTES * (2 + self.n), self.host_s)
+        self.clocks.everybody_at_once(WORD_BYTES * (2 + self.n))
