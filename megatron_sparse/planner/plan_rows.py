@@ -94,7 +94,8 @@ def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
     for name, row in read_plan(path).items():
         # Rows of older runs lack the fields that have defaults.
         values = {each.name: row[each.name] for each in fields(BucketShape) if each.name in row}
-        shape = BucketShape(**values | {"op": CollectiveOp(row["op"])})
+        values["op"] = CollectiveOp(row["op"])
+        shape = BucketShape(**values)
         if ranks:
             if ranks % shape.lanes:  # lanes share the ranks evenly
                 raise ConfigError(
