@@ -39,7 +39,7 @@ bucket's steps follow those of the one before: all ranks post to all groups in o
 
 Without a level, Megatron's distributed optimizer may still have several instances
 (`num_distributed_optimizer_instances` = k > 1), each of which holds the whole optimizer state.
-`SumOverInstances` is then the second half of a sum. A bucket is reduce-scattered inside the
+`sum_over_instances` is then the second half of a sum. A bucket is reduce-scattered inside the
 instance by the scheme of its plan. Then each rank all-reduces its shard with the ranks that own the
 same shard in the other instances: dense, by the backend's own all-reduce, which Megatron uses too,
 because the sum inside the instance has filled in. Cost beside the scheme's: 2 (k - 1) / k N b / n
@@ -65,9 +65,9 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import GATE, Stage, one_after_another
-from megatron_sparse.reduction.level_parts import KeptParts, instance_part, node_cuts, node_part
-from megatron_sparse.transport import ProcessGroupTransport, Transport
-from megatron_sparse.transport.base import Marker, SubsetTransport
+from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+from megatron_sparse.transport.base import Marker, to_everyone
 
 GATHER_TAG = 0
 """Of step 3's messages on a CPU. They match in the order in which they are posted."""
@@ -180,17 +180,18 @@ class _DenseInside(Level):
         # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
-        self._gather_transport: Transport | SubsetTransport = self._group
-        if self._sends_pieces:
-            everyone = range(self._group.world_size)
-            self._gather_transport = SubsetTransport(self._group, everyone, GATHER_TAG)
         self._options = options
         self._buffers = buffers
-        self._parts = KeptParts(self._new_part)
+        # By the bucket's name: the bucket, and its part.
+        self._parts: dict[str, tuple[Bucket, Bucket]] = {}
 
     def part(self, bucket: Bucket) -> Bucket:
-        """See `Level`."""
-        return self._parts.of(bucket)
+        """See `Level`; made anew only for another bucket of the same name."""
+        whole, part = self._parts.get(bucket.name, (None, None))
+        if part is None or whole is not bucket:
+            part = self._new_part(bucket)
+            self._parts[bucket.name] = bucket, part
+        return part
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         raise NotImplementedError
@@ -301,17 +302,21 @@ class NodeLevel(_DenseInside):
         # Only the last rank's rest is right; it has fewer than m elements.
         rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
         works = []
-        if piece_numel:
-            own_piece = part.grad_N[:piece_numel]
-            works.append(self._gather_transport.all_gather(even_N, own_piece))
-        if rest.numel():
-            works.append(self._gather_transport.all_gather(rests, rest))
+        for gathered, own in ((even_N, part.grad_N[:piece_numel]), (rests, rest)):
+            if own.numel():
+                works.append(self._all_gather(gathered, own))
         yield POSTED
         with record.timer.inside():
             yield from works
         record.inside_bytes += _ring_bytes(even_N, m) + _ring_bytes(rests, m)
         rest.copy_(rests[len(rests) - rest.numel() :])
         return 0
+
+    def _all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
+        """See `Transport.all_gather`; over the ranks of the node."""
+        if self._sends_pieces:
+            return self._group.exchange(*to_everyone(self._group, gathered, own_M), GATHER_TAG)
+        return self._group.all_gather(gathered, own_M)
 
 
 class InstanceLevel(_DenseInside):
@@ -329,45 +334,37 @@ class InstanceLevel(_DenseInside):
         yield from self._scatter(part.grad_N, bucket, record)
 
 
-class SumOverInstances:
-    """Adds up this rank's shard over all instances, dense.
+def sum_over_instances(
+    steps: Stage[int], exchange: Exchange, instances: Transport, step: int
+) -> Stage[int]:
+    """Runs a collective, then adds up this rank's shard over all instances, dense.
 
     Args:
+        steps: of the collective, a reduce-scatter.
+        exchange: with which it was started.
         instances: the ranks that own the same shard, one of each instance.
-        rank: this rank in its instance.
+        step: the training step.
+
+    Returns:
+        The bytes sent in both.
+
+    Raises:
+        CommunicationError: an instance means another bucket or step.
     """
+    shards = _sum_of_shards(exchange, instances, step)
+    return one_after_another(steps, shards, second_posts=True)
 
-    def __init__(self, instances: Transport, rank: int) -> None:
-        self._instances = instances
 
-        def own_shard(bucket: Bucket) -> Bucket:
-            """This rank's shard of a bucket as a bucket of its own name."""
-            return replace(instance_part(bucket, rank), name=f"{bucket.name}.instances")
-
-        self._shards = KeptParts(own_shard)
-
-    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
-        """Runs a collective, then the second half; returns the bytes sent in both.
-
-        Args:
-            steps: of the collective, a reduce-scatter.
-            exchange: with which it was started.
-            step: the training step.
-
-        Raises:
-            CommunicationError: an instance means another bucket or step.
-        """
-        return one_after_another(steps, self._sum(exchange, step), second_posts=True)
-
-    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        """Overwrites the shard with its sum; returns the bytes sent."""
-        bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
-        # The shard's object is kept from step to step; its gradient is taken anew.
-        shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
-        if exchange.averages:  # the backend has divided by the ranks of one instance only
-            shard.grad_N.div_(bucket.instances)
-        across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
-        return (yield from dense(across, shard.grad_N, step))
+def _sum_of_shards(exchange: Exchange, instances: Transport, step: int) -> Stage[int]:
+    """Overwrites this rank's shard with its sum over all instances; returns the bytes sent."""
+    bucket = exchange.bucket
+    own_M = bucket.grad_N[bucket.shard(exchange.transport.rank)]
+    if exchange.averages:  # the backend has divided by the ranks of one instance only
+        own_M.div_(bucket.instances)
+    name, op = f"{bucket.name}.instances", CollectiveOp.ALL_REDUCE
+    shard = Bucket(name, own_M, (), op, bucket.instances)
+    across = replace(exchange, bucket=shard, transport=instances, averages=False)
+    return (yield from dense(across, own_M, step))
 
 
 def _ring_bytes(values: torch.Tensor, ranks: int) -> int:

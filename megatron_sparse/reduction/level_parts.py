@@ -10,33 +10,13 @@ begin, so a residual's elements keep their names whatever the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.errors import ConfigError
-
-
-class KeptParts:
-    """The parts of a rank's buckets: always the same object for the same bucket.
-
-    Args:
-        make: the part of a bucket.
-    """
-
-    def __init__(self, make: Callable[[Bucket], Bucket]) -> None:
-        self._make = make
-        self._kept: dict[str, tuple[Bucket, Bucket]] = {}
-
-    def of(self, bucket: Bucket) -> Bucket:
-        """The part; made anew only for another bucket of the same name."""
-        whole, part = self._kept.get(bucket.name, (None, None))
-        if part is None or whole is not bucket:
-            part = self._make(bucket)
-            self._kept[bucket.name] = bucket, part
-        return part
 
 
 def node_cuts(bucket: Bucket, members: int, place: int) -> list[slice]:
@@ -112,7 +92,7 @@ def in_whole_bucket(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torc
 
     Args:
         values_M: of the part.
-        part: see `KeptParts`; at level `rank` the bucket itself.
+        part: see `level.Level.part`; at level `rank` the bucket itself.
         whole: the bucket.
     """
     # Where element 0 of each parameter lies in the bucket.

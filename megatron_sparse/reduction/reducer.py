@@ -21,15 +21,14 @@ the network has answered. After `Pending.wait` the bucket holds the sum over all
 selected values (for a reduce-scatter: this rank's shard of the sum), and the residual holds the
 values that were not selected.
 
-Features that only some runs use are objects that the pipeline calls, so the pipeline has no
-branches for them. They are chosen once, when the reducer is made:
+Features that only some runs use are chosen once, when the reducer is made; the pipeline calls them:
 
 - `StragglerPolicy` decides which rank to skip. It may replace a plan's scheme by a variant that can
   skip one. With `straggler.mode=off` it does nothing.
 - `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
   their gradients before the selection, behind the gate; what follows happens to this rank's part
   of that sum.
-- `SumOverInstances`: with several instances of Megatron's distributed optimizer, the exchange
+- `sum_over_instances`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, then this sums the shards of all instances, dense.
 - `GradientDumpWriter` keeps gradients and selections, with `tracking.record_gradients_iters`.
 
@@ -55,7 +54,7 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
-from megatron_sparse.reduction.level import LevelGroups, SumOverInstances, alone, level_of
+from megatron_sparse.reduction.level import LevelGroups, alone, level_of, sum_over_instances
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -188,9 +187,7 @@ class GradientReducer:
         self._turns = MessageTurns(self.buffers)
         self.selector = Selector(config.compression, residuals, self.transport.rank, self.buffers)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
-        self._instances: SumOverInstances | None = None
-        if groups.instances is not None:
-            self._instances = SumOverInstances(groups.instances, self.transport.rank)
+        self._instances = groups.instances
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
         # Nothing but a sum is wanted: then the host's own collective may do it (`left_to_host`).
         self._only_sums = (
@@ -208,11 +205,6 @@ class GradientReducer:
         Always the same object for a bucket. See `reduction.level` for the others.
         """
         return self._level.part(bucket)
-
-    @property
-    def across(self) -> Transport:
-        """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
-        return self._level.across
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[Pending], None] | None = None
@@ -382,7 +374,7 @@ class GradientReducer:
         steps = self._level.after(steps, exchange, job.whole, job.record)
         if self._instances is not None:
             whole = replace(exchange, bucket=job.whole, transport=self.transport)
-            steps = self._instances.after(steps, whole, job.step)
+            steps = sum_over_instances(steps, whole, self._instances, job.step)
         return steps
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:

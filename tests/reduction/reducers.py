@@ -60,7 +60,6 @@ def reducer_over_gloo(
     config: SparseConfig,
     sink: RecordSink | None = None,
     *,
-    progress_s: float | None = None,
     wrap: Callable[[Any], Any] = lambda transport: transport,
     is_broken: bool = False,
     **options: Any,
@@ -70,7 +69,6 @@ def reducer_over_gloo(
     Args:
         config: `scheme.timeout_s` is that of the transport.
         sink: receives the records.
-        progress_s: the timeout of the progress thread; None for the transport's.
         wrap: makes the reducer's transport from the real one.
         is_broken: the group fails on another rank, and must not be used again.
         options: of `reducer_of`.
@@ -79,7 +77,7 @@ def reducer_over_gloo(
 
     assert dist.group.WORLD is not None
     timeout_s = config.scheme.timeout_s
-    progress = ProgressThread(CPU, timeout_s if progress_s is None else progress_s)
+    progress = ProgressThread(CPU, timeout_s)
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, CPU)
     try:
         yield reducer_of(config, Groups(wrap(transport)), sink, progress, **options)
