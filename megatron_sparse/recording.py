@@ -48,6 +48,9 @@ class Awaited:
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
         exposed_s: seconds for which the training thread waited for it.
+        host_cpu_us: processor microseconds that the progress thread spent in its steps, codecs on a
+            CPU included; without waiting for works.
+        host_wall_us: clock microseconds of the same steps.
         timer: measures the stages.
     """
 
@@ -63,6 +66,8 @@ class Awaited:
     launched_s: float = 0.0
     finished_s: float = 0.0
     exposed_s: float = 0.0
+    host_cpu_us: float = 0.0
+    host_wall_us: float = 0.0
     timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def waited(self, began_s: float) -> float:
@@ -73,6 +78,7 @@ class Awaited:
     def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
         """Takes over what the progress thread has measured, in seconds."""
         self.finished_s = finished_s
+        self.host_cpu_us, self.host_wall_us = host_cpu_s * 1e6, host_wall_s * 1e6
 
     def hand_to(self, sink: RecordSink) -> None:
         """Gives the record to its sink."""
@@ -92,9 +98,6 @@ class BucketRecord(Awaited):
             dense, and gathered sums there: 0 at level `rank`.
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
             such model chose the scheme.
-        host_cpu_us: processor microseconds that the progress thread spent in the bucket's steps,
-            codecs on a CPU included; without waiting for works.
-        host_wall_us: clock microseconds of the same steps.
         straggler: the rank of the group that was skipped, None if none was.
         thresholds_R: of the selected ranges, fp32 on the bucket's device (negative: the range is
             sent whole); None for a dense plan. To be read on the host after the iteration only.
@@ -108,15 +111,8 @@ class BucketRecord(Awaited):
     nnz: int = 0
     inside_bytes: int = 0
     predicted_us: float | None = None
-    host_cpu_us: float = 0.0
-    host_wall_us: float = 0.0
     straggler: int | None = None
     thresholds_R: torch.Tensor | None = None
-
-    def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
-        """See `Awaited`."""
-        super().end(finished_s, host_cpu_s, host_wall_s)
-        self.host_cpu_us, self.host_wall_us = host_cpu_s * 1e6, host_wall_s * 1e6
 
     def hand_to(self, sink: RecordSink) -> None:
         """Gives the record to its sink."""

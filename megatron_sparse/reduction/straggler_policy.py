@@ -245,9 +245,11 @@ class StragglerPolicy:
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
         """The persistent straggler, if skipping it pays. Logs every change."""
-        expected = persistent_straggler(self._history.steps(bucket.name))
-        if expected is not None and not self._pays(bucket, delays, expected):
-            expected = None
+        steps = self._history.steps(bucket.name)
+        expected = persistent_straggler(steps)
+        if expected is not None:
+            expected_s = expected_delay_s(steps, expected, delays.most_s)
+            expected = expected if expected_s > delays.least_s else None
         if expected != self._skipped_last.get(bucket.name) and self._transport.rank == 0:
             logger.info(
                 "step %d: bucket %s %s (critical delay %.2f ms)",
@@ -299,11 +301,6 @@ class StragglerPolicy:
             ReadinessRecord(name, self._previous, tuple(waited_s))
             for (name, _), waited_s in zip(arrivals, waited_by_bucket, strict=True)
         ]
-
-    def _pays(self, bucket: Bucket, delays: Delays, straggler: int) -> bool:
-        """Whether a rank's expected delay is long enough to skip the rank."""
-        steps = self._history.steps(bucket.name)
-        return bool(steps) and expected_delay_s(steps, straggler, delays.most_s) > delays.least_s
 
     def _delays_that_pay(self, bucket: Bucket, plan: Plan) -> Delays:
         """The delay above which skipping a rank pays, and the one beyond which it gains no more.

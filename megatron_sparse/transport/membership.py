@@ -16,21 +16,19 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_sparse.errors import ConfigError
 
 NODE_VARIABLE = "MEGATRON_SPARSE_NODE"
-_HOST = "the host's name"
-_SOURCES = (NODE_VARIABLE, "GROUP_RANK", "SLURM_NODEID", _HOST)
+_SOURCES = (NODE_VARIABLE, "GROUP_RANK", "SLURM_NODEID", "the host's name")
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 """How many ranks the launcher has started on this node; said by torchrun."""
 _UNKNOWN = 0
 
 
-@dataclass(frozen=True)
-class NodeAnswer:
-    """A rank's answer to the question of its node.
+class NodeAnswer(NamedTuple):
+    """A rank's answer to the question of its node; numbers below 2^63, for an all-gather.
 
     Attributes:
         node: a number; equal for ranks of one node.
@@ -66,10 +64,6 @@ class NodeAnswer:
                 return cls(_number(environment, variable), host_number, source, local)
         return cls(host_number, host_number, len(_SOURCES) - 1)
 
-    def row(self) -> list[int]:
-        """The answer as numbers below 2^63, for an all-gather."""
-        return [self.node, self.host, self.source, self.local_ranks]
-
 
 def _number(environment: Mapping[str, str], variable: str) -> int:
     """The variable as a number, `_UNKNOWN` if it is not set; raises ConfigError for other text."""
@@ -88,7 +82,7 @@ def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """For each rank of a group the node that it is on: the first rank there.
 
     Args:
-        rows: each rank's `NodeAnswer.row`.
+        rows: each rank's `NodeAnswer`, as numbers.
 
     Raises:
         ConfigError: the answers contradict one another. The same on every rank.

@@ -25,7 +25,6 @@ class _UniqueId(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRank": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int),
     "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
@@ -57,12 +56,6 @@ class NcclLibrary:
             )
         except AttributeError as error:
             raise _missing(error) from error
-
-    def version(self) -> int:
-        """NCCL's version code: 22907 is 2.29.7."""
-        found = ctypes.c_int()
-        self._call("ncclGetVersion", ctypes.byref(found))
-        return found.value
 
     def unique_id(self) -> bytes:
         """Makes a communicator's identifier. One rank calls this and sends it to the others."""

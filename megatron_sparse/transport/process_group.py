@@ -113,19 +113,15 @@ class ProcessGroupTransport:
             self.close()
             raise
         if nccl_engine:
-            self.communicator = self._make_communicator()
-
-    def _make_communicator(self) -> NcclCommunicator:
-        """Makes NCCL's communicator for `scheme.nccl_engine`."""
-        return NcclCommunicator(
-            loaded_nccl(),
-            self.rank,
-            self.world_size,
-            self.device,
-            self._timeout_s,
-            self._broadcast,
-            self._announce,
-        )
+            self.communicator = NcclCommunicator(
+                loaded_nccl(),
+                self.rank,
+                self.world_size,
+                device,
+                timeout_s,
+                self._broadcast,
+                self._announce,
+            )
 
     def _broadcast(self, text: bytes) -> bytes:
         """Returns rank 0's text on every rank, padded with spaces; the host waits."""
@@ -140,9 +136,9 @@ class ProcessGroupTransport:
 
     def _find_nodes(self) -> tuple[int, ...]:
         """See `membership`: the host waits for one small all-gather."""
-        row = NodeAnswer.of(os.environ, socket.gethostname()).row()
-        own = torch.tensor(row, dtype=torch.int64, device=self.device)
-        gathered = own.new_empty(self.world_size * len(row))
+        answer = NodeAnswer.of(os.environ, socket.gethostname())
+        own = torch.tensor(answer, dtype=torch.int64, device=self.device)
+        gathered = own.new_empty(self.world_size * len(answer))
         self.all_gather(gathered, own).finish()
         return agreed_nodes(gathered.view(self.world_size, -1).tolist())
 

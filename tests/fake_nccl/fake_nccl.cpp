@@ -95,11 +95,6 @@ int post(Operation operation) {
 
 }  // namespace
 
-EXPORT int ncclGetVersion(int* version) {
-  *version = 22907;
-  return kSuccess;
-}
-
 EXPORT const char* ncclGetErrorString(int result) {
   switch (result) {
     case kSuccess:

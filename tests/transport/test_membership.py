@@ -22,7 +22,7 @@ SRUN = {"SLURM_NODEID": "1", "SLURM_PROCID": "3"}
 
 def _nodes(*ranks):
     """The nodes of ranks that are given as (environment, host)."""
-    return agreed_nodes([NodeAnswer.of(*rank).row() for rank in ranks])
+    return agreed_nodes([NodeAnswer.of(*rank) for rank in ranks])
 
 
 @pytest.mark.parametrize(

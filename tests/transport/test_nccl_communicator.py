@@ -110,8 +110,6 @@ def test_torchs_own_nccl_has_every_function() -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     library = loaded_nccl()
-    major, minor, patch = torch.cuda.nccl.version()
-    assert library.version() == 10000 * major + 100 * minor + patch
     assert all(library.addresses)
     assert len(set(library.addresses)) == len(nccl_library.POSTING)
     assert "no error" in library.words(nccl_library.SUCCESS)
