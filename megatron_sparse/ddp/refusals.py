@@ -46,11 +46,18 @@ def device_of(ddp: object) -> torch.device:
     return devices.pop()
 
 
-def check_config(config: SparseConfig) -> None:
-    """Refuses settings that need Megatron.
+def check_config(
+    config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
+) -> None:
+    """Refuses what needs Megatron, and with what a skipped step would corrupt residuals.
+
+    Args:
+        config: of the plugin.
+        ddp: the model.
+        scaler: that the state got.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: names the setting, or the parameter.
     """
     method, level = config.parameters.method, config.compression.level
     if config.compression.residual_checkpoint == "sum":
@@ -78,21 +85,6 @@ def check_config(config: SparseConfig) -> None:
             remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
             "hierarchical adds up inside a node what its ranks have selected",
         )
-
-
-def check_steps(
-    config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
-) -> None:
-    """Refuses settings with which a skipped step would corrupt residuals.
-
-    Args:
-        config: of the plugin.
-        ddp: the model.
-        scaler: that the state got.
-
-    Raises:
-        ConfigError: names the setting.
-    """
     if scaler is not None and config.compression.undo == "never":
         raise ConfigError(
             "compression.undo=never does not go with DDPState(..., scaler=...)",

@@ -95,8 +95,7 @@ class DDPState(HostState):
         device = refusals.device_of(ddp)
         checked = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
         scheme, group = checked.scheme, ddp.process_group
-        refusals.check_config(checked)
-        refusals.check_steps(checked, ddp, scaler)
+        refusals.check_config(checked, ddp, scaler)
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
             group,

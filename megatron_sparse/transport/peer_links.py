@@ -52,16 +52,16 @@ class _Link:
     Attributes:
         rank: at the other end; None until the handshake.
         token: of the invitation by which this process connected; empty if the other did.
-        is_member: the other end connected here, to this process, which listens.
+        is_member: whether the other end connected here, to this process, which listens.
         heard_s: when something came last.
         relayed_silent_s: what the last `silent` said: rank -> seconds.
     """
 
-    def __init__(self, sock: socket.socket, rank: int | None, token: str, *, is_member: bool):
+    def __init__(self, sock: socket.socket, rank: int | None = None, token: str = ""):
         self.socket = sock
         self.rank = rank
         self.token = token
-        self.is_member = is_member
+        self.is_member = not token
         self.heard_s = time.monotonic()
         self.relayed_silent_s: dict[int, float] = {}
         self._received = b""  # the begin of a line whose end has not come
@@ -179,7 +179,7 @@ class PeerLinks:
         """Connects to a listener and shakes hands with it; raises OSError if it is another rank."""
         connected = socket.create_connection((host, port), timeout=CONNECT_S)
         try:
-            link = _Link(connected, rank, token, is_member=False)
+            link = _Link(connected, rank, token)
             link.send({"hello": self.rank, "token": token})
             # The first message is the answer; others may have arrived right behind it.
             answers = []
@@ -251,7 +251,7 @@ class PeerLinks:
         except OSError:  # the peer has closed it already
             return
         accepted.setblocking(False)
-        self._add(_Link(accepted, None, "", is_member=True))
+        self._add(_Link(accepted))
 
     def _add(self, link: _Link) -> None:
         with self._lock:

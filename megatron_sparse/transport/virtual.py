@@ -31,7 +31,7 @@ from megatron_sparse.transport.base import Marker, PeerTensors, to_everyone
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import NO_TIME, Topology
 from megatron_sparse.transport.virtual_work import (
-    VirtualArrival,
+    Arrivals,
     VirtualArrivalCounter,
     VirtualWork,
     Visit,
@@ -87,7 +87,6 @@ class VirtualCluster:
         clock_s: the modelled clock of each rank, in seconds.
         pending_arrivals: the arrivals of every visit to a bucket at which ranks are missing
             (`virtual_work`).
-        ended: works that have ended since ranks were last resumed.
 
     Raises:
         ConfigError: the topology has another number of ranks.
@@ -133,8 +132,8 @@ class VirtualCluster:
         self._reductions: dict[ReductionKey, _Reduction] = {}
         # For the all-gathers of each group of ranks; `GATHER_TAG` is for those of all ranks.
         self._group_tags = count(GATHER_TAG - 1, -1)
-        self.ended: list[VirtualWork] = []
-        self.pending_arrivals: dict[Visit, list[VirtualArrival]] = {}
+        self._ended: list[VirtualWork] = []  # since ranks were last resumed
+        self.pending_arrivals: dict[Visit, Arrivals] = {}
 
     @property
     def modelled_s(self) -> float:
@@ -294,7 +293,7 @@ class VirtualCluster:
             reduction.outputs[rank].copy_(sum_N[own])
             work = reduction.works[rank]
             work.undelivered, work.done_s = 0, done_s
-            self.ended.append(work)
+            self._ended.append(work)
 
     def _run_ring(self, ranks: Sequence[int], sizes: Sequence[int], halves: int) -> float:
         """Counts the bytes of a ring on its links, and takes its ports; returns its modelled end.
@@ -331,9 +330,9 @@ class VirtualCluster:
 
         The message that starts first is delivered first. Finishes the works of these ranks.
         """
-        awaited = [work for work in self.ended if waiting.get(work.rank) is work]
+        awaited = [work for work in self._ended if waiting.get(work.rank) is work]
         ready = [work.rank for work in awaited if work.ready()]
-        self.ended.clear()
+        self._ended.clear()
         while not ready:
             if not self._matched:
                 raise self._deadlock(waiting)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 
 class VirtualWork:
@@ -45,12 +44,8 @@ Visit = tuple[tuple[int, ...], str, int]
 """The ranks of a group, a bucket's name, and how many times a rank has arrived at it."""
 
 
-@dataclass(frozen=True)
-class VirtualArrival:
-    """A rank's modelled time of arrival at a bucket, and how long it then waited for the last."""
-
-    came_s: float
-    waited: Future[float]
+Arrivals = list[tuple[float, Future[float]]]
+"""Of a visit so far: each rank's modelled time of arrival, and how long it then waits."""
 
 
 class VirtualArrivalCounter:
@@ -69,7 +64,7 @@ class VirtualArrivalCounter:
         rank: int,
         ranks: Sequence[int],
         clock_s: list[float],
-        pending: dict[Visit, list[VirtualArrival]],
+        pending: dict[Visit, Arrivals],
     ) -> None:
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -81,15 +76,15 @@ class VirtualArrivalCounter:
         """See `ArrivalCounter`; modelled seconds, known once all ranks have arrived."""
         self._visits[bucket] += 1
         visit = self._ranks, bucket, self._visits[bucket]
-        own = VirtualArrival(self._clock_s[self._rank], Future())
+        own_s, own_wait = self._clock_s[self._rank], Future[float]()
         arrived = self._pending.setdefault(visit, [])
-        arrived.append(own)
+        arrived.append((own_s, own_wait))
         if len(arrived) == len(self._ranks):
             del self._pending[visit]
-            last_s = max(arrival.came_s for arrival in arrived)
-            for arrival in arrived:
-                arrival.waited.set_result(last_s - arrival.came_s)
-        return own.waited
+            last_s = max(came_s for came_s, _ in arrived)
+            for came_s, waited in arrived:
+                waited.set_result(last_s - came_s)
+        return own_wait
 
     def close(self) -> None:
         """See `ArrivalCounter`; nothing to close here."""
