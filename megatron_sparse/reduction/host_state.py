@@ -22,7 +22,7 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
-from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials, started
+from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -50,8 +50,9 @@ class HostState:
         compression = config.compression
         is_auto = compression.density == AUTO
         # Trials and `set_density` change a copy: the caller may give the same to another model.
-        # That of trials begins with the density of the first steps.
-        begun = started(config) if is_auto else deepcopy(config)
+        begun = deepcopy(config)
+        if is_auto:
+            begun.compression.density = compression.given_density  # of the first steps
         self.config = with_agreed_capacity(begun, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)

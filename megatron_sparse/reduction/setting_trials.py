@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -61,22 +60,13 @@ def steps_of_trials(compression: CompressionConfig) -> int:
     return first_trial(compression) + (SETTLE + TIMED) * len(allowed(compression.loss_budget))
 
 
-def started(config: SparseConfig) -> SparseConfig:
-    """A copy of a configuration with `density=auto`, with the density of its first steps.
-
-    `SettingTrials` changes the copy.
-    """
-    compression = config.compression
-    begun = replace(compression, density=compression.given_density)
-    return replace(config, compression=begun, scheme=replace(config.scheme))
-
-
 class SettingTrials:
     """Tries the presets, and changes the configuration between two steps.
 
     Args:
         given: `compression` as the user gave it, `density=auto`.
-        config: from `started`; `compression` and `scheme.sum_bits` of it are changed in place.
+        config: a copy of the user's whose density is a number, that of the first steps;
+            `compression` and `scheme.sum_bits` of it are changed in place.
         planner: plans by that configuration.
         device: of the gradients; numbers are exchanged there.
         group: the ranks; None takes all.

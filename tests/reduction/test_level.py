@@ -115,17 +115,6 @@ def test_a_skipped_step_leaves_no_trace(op):
     check_step(ranks, 1)
 
 
-@pytest.mark.parametrize("op", [AR, RS])
-def test_a_repeated_step_is_undone_first(op):
-    once, twice = (VirtualRanks(settings(), (2, 2), op) for _ in range(2))
-    given = gradients(once, 0)
-    twice.step(given, 0, reported=False)
-    for ranks in (once, twice):
-        ranks.step(given, 0)
-    for rank in range(once.n):
-        assert torch.equal(once.residual(rank), twice.residual(rank))
-
-
 @pytest.mark.parametrize(
     ("level", "op", "instances"),
     [("node", AR, 1), ("node", RS, 1), ("node", RS, 2), ("rank", RS, 2), ("instance", RS, 2)],
@@ -164,12 +153,6 @@ def test_a_record_tells_the_tiers_apart():
     assert record.inside_bytes == 2 * 10_000 * 4, "a reduce-scatter and a gather of halves"
     assert 0 < record.wire_bytes - record.inside_bytes < 10_000 * 4
     assert record.numel == 10_000
-
-
-def test_the_residual_is_half_as_large_with_two_ranks_a_node():
-    ranks = VirtualRanks(settings(), (2, 2), RS, 20_000)
-    ranks.step(gradients(ranks, 0), 0)
-    assert ranks.store(0).nbytes - ranks.store(0).undo_nbytes == 10_000 * 4
 
 
 def test_the_plan_of_a_group_on_one_node_says_dense():

@@ -43,15 +43,19 @@ def _bucket(op=CollectiveOp.ALL_REDUCE):
     return a_bucket(torch.ones(NUMEL), N, op=op)
 
 
+def _config(straggler, scheme="auto", capacity=None):
+    return SparseConfig(
+        CompressionConfig(density=0.01, value_bits=None),
+        SchemeConfig(name=scheme, deterministic=False, capacity=capacity),
+        straggler=straggler,
+    )
+
+
 class VirtualGroup:
     """A policy on each of N virtual ranks, which take steps of one bucket."""
 
     def __init__(self, straggler, scheme="auto", capacity=None):
-        config = SparseConfig(
-            CompressionConfig(density=0.01, value_bits=None),
-            SchemeConfig(name=scheme, deterministic=False, capacity=capacity),
-            straggler=straggler,
-        )
+        config = _config(straggler, scheme, capacity)
         self.cluster = VirtualCluster(N)
         self.sinks = [Kept() for _ in range(N)]
         self.policies = [
@@ -197,9 +201,10 @@ def _gloo_bucket(rank, world_size, number):
 
 
 def _train(rank, world_size):
-    """Nine steps in each mode: sums, skipped ranks, delays; threads left at the end."""
+    """Nine steps in each mode: sums, skipped ranks, delays; threads left. Rank 1 is slow."""
     import threading
 
+    os.environ[SLOW_RANK] = f"1:{SLOW_MS}"  # this process is one of the ranks
     results = {}
     twice = [("pinned", "straggler_direct")] * 2
     for mode, scheme in (("persistent", "straggler"), *twice):
@@ -218,14 +223,9 @@ def _train(rank, world_size):
     return results, left
 
 
-def _train_with_a_slow_rank(rank, world_size):
-    os.environ[SLOW_RANK] = f"1:{SLOW_MS}"  # this process is one of the ranks
-    return _train(rank, world_size)
-
-
 def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_skipped():
     total = torch.stack(list(GRADIENTS.values())).sum(0)
-    by_rank = run_ranks(_train_with_a_slow_rank, 3)
+    by_rank = run_ranks(_train, 3)
     for results, left in by_rank:
         assert not left
         ((sums, stragglers, records),) = results["persistent", "straggler"]
@@ -256,11 +256,7 @@ def test_delays_follow_the_groups_links_and_the_bytes_of_the_plan(sizes, kind):
     """At density 1 message and sum are as long as the bucket."""
     links = MeasuredLinks(sizes, "rank", Link(1e-5, 1e-9), Link(3e-5, 5e-9), Link(2e-5, 2e-8))
     cluster = VirtualCluster(N, Topology(sizes, LINK, LINK))
-    config = SparseConfig(
-        CompressionConfig(density=0.01, value_bits=None),
-        SchemeConfig(name="auto", deterministic=False),
-        straggler=StragglerConfig(mode="persistent"),
-    )
+    config = _config(StragglerConfig(mode="persistent"))
     policy = StragglerPolicy(config, cluster.transports[0], Kept(), links)
     link, nbytes = getattr(links, kind), 4.0 * NUMEL
     for scheme, split in (

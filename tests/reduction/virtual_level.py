@@ -139,9 +139,8 @@ class VirtualRanks:
         step: int,
         *,
         accepted: bool = True,
-        reported: bool = True,
     ) -> Outcomes:
-        """Synchronises a gradient of each rank; `reported`: then the optimizer has its say."""
+        """Synchronises a gradient of each rank; then the optimizer takes the step, or skips it."""
         before = [self.residual(rank) for rank in range(self.n)]
         records = {}
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
@@ -153,7 +152,7 @@ class VirtualRanks:
             yield from without(self.reducers[transport.rank].synchronise(job), Gate)
 
         self.cluster.run(pipeline)
-        for store in map(self.store, range(self.n) if reported else ()):
+        for store in map(self.store, range(self.n)):
             store.commit() if accepted else store.rollback()
         sent = []
         for rank in range(self.n):
