@@ -56,7 +56,7 @@ from megatron_sparse.straggler.cost import (
 )
 from megatron_sparse.straggler.detector import History, persistent_straggler
 from megatron_sparse.transport import Link, Transport
-from megatron_sparse.transport.base import ArrivalCounter
+from megatron_sparse.transport.base import Arrive
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -128,7 +128,7 @@ class StragglerPolicy:
         self._transport = transport
         self._sink = sink
         self._history = History()
-        self._arrivals: ArrivalCounter | None = None
+        self._arrive: Arrive | None = None
         self._link = self._dense_link = Link(0.0, 0.0)  # until they are known, if they are needed
         self._step = self._previous = -1
         self._this_step: list[tuple[str, Future[float]]] = []
@@ -142,7 +142,7 @@ class StragglerPolicy:
         self._sleep_s = self._injected_delay_s()
         if mode in ("off", "pinned") or alone:
             return
-        self._arrivals = transport.open_arrival_counter()
+        self._arrive = transport.open_arrival_counter()
         if mode == "persistent" and self._config.min_delay_ms is None:
             links = links or self._cluster_links(config.planner.cluster)
             # Ranks on several nodes wait for the links between the nodes.
@@ -234,9 +234,9 @@ class StragglerPolicy:
         aware = self._may_skip and skips_straggler(plan.scheme)
         if self._config.mode == "pinned":
             return self._config.rank if aware else None
-        if self._arrivals is None:
+        if self._arrive is None:
             return None
-        self._this_step.append((bucket.name, self._arrivals.arrive(bucket.name)))
+        self._this_step.append((bucket.name, self._arrive(bucket.name)))
         if self._config.mode != "persistent":
             return None
         delays = self._delays_that_pay(bucket, plan) if aware else NONE_PAYS

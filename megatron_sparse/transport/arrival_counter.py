@@ -59,7 +59,7 @@ class _Arrival:
 
 
 class StoreArrivalCounter:
-    """See `ArrivalCounter`. Making one is not collective: the ranks find each other by `prefix`.
+    """Counts in a store. Making one is not collective: the ranks find each other by `prefix`.
 
     Args:
         store: a connection for this counter alone.
@@ -96,7 +96,7 @@ class StoreArrivalCounter:
         atexit.register(self.close)
 
     def arrive(self, bucket: str) -> Future[float]:
-        """See `ArrivalCounter`. On CUDA the rank is ready when the current stream gets this far."""
+        """See `Arrive`. On CUDA the rank is ready when the current stream gets this far."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -109,7 +109,7 @@ class StoreArrivalCounter:
         return arrival.waited
 
     def close(self) -> None:
-        """See `ArrivalCounter`. Waits at most for the thread's current call to the store."""
+        """Stops counting. Waits at most for the thread's current call to the store."""
         with self._wake:
             self._closing = True
             self._wake.notify()

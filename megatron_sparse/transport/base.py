@@ -76,23 +76,12 @@ def to_everyone(
     return [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers]
 
 
-class ArrivalCounter(Protocol):
-    """Counts the arrivals of one group's ranks."""
+type Arrive = Callable[[str], Future[float]]
+"""Reports that this rank is ready for the bucket of this name. Does not block. The n-th calls of
+all ranks of a group for a bucket belong together.
 
-    def arrive(self, bucket: str) -> Future[float]:
-        """Reports that this rank is ready. Does not block.
-
-        Args:
-            bucket: its name; the n-th calls of all ranks for a bucket belong together.
-
-        Returns:
-            Seconds from this rank's arrival to the last one's; 0 for the last.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stops counting; pending arrivals are never answered."""
-        ...
+Returns the seconds from this rank's arrival to the last one's; 0 for the last. Arrivals that are
+pending when the transport is closed are never answered."""
 
 
 class Transport(Protocol):
@@ -113,8 +102,8 @@ class Transport(Protocol):
     nodes: tuple[int, ...]
     communicator: NcclCommunicator | None
 
-    def open_arrival_counter(self) -> ArrivalCounter:
-        """Makes a counter of the ranks that are ready. Collective; closed with the transport.
+    def open_arrival_counter(self) -> Arrive:
+        """Begins to count the ranks that are ready. Collective; ends with the transport.
 
         The host waits for one small broadcast.
         """

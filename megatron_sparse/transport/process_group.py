@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
-from megatron_sparse.transport.base import PeerTensors, Work, to_everyone
+from megatron_sparse.transport.base import Arrive, PeerTensors, Work, to_everyone
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
@@ -142,7 +142,7 @@ class ProcessGroupTransport:
         self.all_gather(gathered, own).finish()
         return agreed_nodes(gathered.view(self.world_size, -1).tolist())
 
-    def open_arrival_counter(self) -> StoreArrivalCounter:
+    def open_arrival_counter(self) -> Arrive:
         """See `Transport`. Opens another connection to the store at which the processes met."""
         token = self._broadcast(secrets.token_hex(8).encode()).decode().strip()
         store = dist.distributed_c10d._get_default_store()
@@ -154,7 +154,7 @@ class ProcessGroupTransport:
             lambda name: Operation(name, self._liveness, self._timeout_s),
         )
         self._arrival_counters.append(counter)
-        return counter
+        return counter.arrive
 
     def _announce(self, name: str) -> Operation:
         """Starts the deadline of an operation that is about to be posted, and records its name.

@@ -27,15 +27,10 @@ from typing import Any
 import torch
 
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.base import Marker, PeerTensors, to_everyone
+from megatron_sparse.transport.base import Arrive, Marker, PeerTensors, to_everyone
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import NO_TIME, Topology
-from megatron_sparse.transport.virtual_work import (
-    Arrivals,
-    VirtualArrivalCounter,
-    VirtualWork,
-    Visit,
-)
+from megatron_sparse.transport.virtual_work import Arrivals, VirtualWork, arrival_counter
 
 POISON = 0xFF
 GATHER_TAG = -1
@@ -133,7 +128,7 @@ class VirtualCluster:
         # For the all-gathers of each group of ranks; `GATHER_TAG` is for those of all ranks.
         self._group_tags = count(GATHER_TAG - 1, -1)
         self._ended: list[VirtualWork] = []  # since ranks were last resumed
-        self.pending_arrivals: dict[Visit, Arrivals] = {}
+        self.pending_arrivals: Arrivals = {}
 
     @property
     def modelled_s(self) -> float:
@@ -423,10 +418,10 @@ class VirtualTransport:
         """Adds local work to this rank's modelled clock."""
         self._cluster.clock_s[self._cluster_rank] += seconds
 
-    def open_arrival_counter(self) -> VirtualArrivalCounter:
+    def open_arrival_counter(self) -> Arrive:
         """See `Transport`."""
         cluster = self._cluster
-        return VirtualArrivalCounter(
+        return arrival_counter(
             self._cluster_rank, self.ranks, cluster.clock_s, cluster.pending_arrivals
         )
 

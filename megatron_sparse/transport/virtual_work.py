@@ -6,8 +6,10 @@ A rank arrives at its modelled time, and counting takes no time. A MODEL, like t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+
+from megatron_sparse.transport.base import Arrive
 
 
 class VirtualWork:
@@ -43,48 +45,35 @@ class VirtualWork:
 Visit = tuple[tuple[int, ...], str, int]
 """The ranks of a group, a bucket's name, and how many times a rank has arrived at it."""
 
+Arrivals = dict[Visit, list[tuple[float, Future[float]]]]
+"""Of every visit at which ranks are missing: each rank's modelled time, and how long it waits."""
 
-Arrivals = list[tuple[float, Future[float]]]
-"""Of a visit so far: each rank's modelled time of arrival, and how long it then waits."""
 
-
-class VirtualArrivalCounter:
-    """See `ArrivalCounter`; each rank has one.
+def arrival_counter(
+    rank: int, ranks: tuple[int, ...], clock_s: list[float], pending: Arrivals
+) -> Arrive:
+    """Counts a rank's arrivals; see `Transport.open_arrival_counter`.
 
     Args:
         rank: in the cluster.
         ranks: of the group, in order: the cluster's ranks that arrive.
         clock_s: the modelled clock of each rank of the cluster, in seconds.
-        pending: the arrivals of every visit at which ranks are missing, shared by all ranks.
-            Mutated.
+        pending: shared by all ranks. Mutated.
     """
+    visits: Counter[str] = Counter()
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        clock_s: list[float],
-        pending: dict[Visit, Arrivals],
-    ) -> None:
-        self._rank = rank
-        self._ranks = tuple(ranks)
-        self._clock_s = clock_s
-        self._pending = pending
-        self._visits: Counter[str] = Counter()
-
-    def arrive(self, bucket: str) -> Future[float]:
-        """See `ArrivalCounter`; modelled seconds, known once all ranks have arrived."""
-        self._visits[bucket] += 1
-        visit = self._ranks, bucket, self._visits[bucket]
-        own_s, own_wait = self._clock_s[self._rank], Future[float]()
-        arrived = self._pending.setdefault(visit, [])
-        arrived.append((own_s, own_wait))
-        if len(arrived) == len(self._ranks):
-            del self._pending[visit]
+    def arrive(bucket: str) -> Future[float]:
+        """See `Arrive`; modelled seconds, known once all ranks have arrived."""
+        visits[bucket] += 1
+        visit = ranks, bucket, visits[bucket]
+        own_wait = Future[float]()
+        arrived = pending.setdefault(visit, [])
+        arrived.append((clock_s[rank], own_wait))
+        if len(arrived) == len(ranks):
+            del pending[visit]
             last_s = max(came_s for came_s, _ in arrived)
             for came_s, waited in arrived:
                 waited.set_result(last_s - came_s)
         return own_wait
 
-    def close(self) -> None:
-        """See `ArrivalCounter`; nothing to close here."""
+    return arrive

@@ -104,7 +104,7 @@ def test_the_same_waits_from_modelled_clocks():
 
     def start(transport):
         transport.charge(delays_s[transport.rank])
-        waited = transport.open_arrival_counter().arrive("b")
+        waited = transport.open_arrival_counter()("b")
         yield from ()
         return waited
 
