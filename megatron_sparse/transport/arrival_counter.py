@@ -19,7 +19,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class _Arrival:
         bucket: its name.
         visit: how many times this rank has arrived at the bucket, this time included.
         event: on CUDA, when the device has computed the gradients.
-        counted_s: when the arrival was counted, on this rank's clock.
+        counted_s: when the arrival was counted, on this rank's clock; 0 before.
         waited: the seconds from then to the last rank's arrival.
     """
 
@@ -83,8 +83,8 @@ class StoreArrivalCounter:
         self._world_size = world_size
         self._device = device
         self._operation = operation
-        self._incoming: deque[_Arrival] = deque()
-        self._open: list[_Arrival] = []
+        self._incoming: list[_Arrival] = []
+        self._open: list[_Arrival] = []  # taken over by the thread; a rank is missing
         self._visits: Counter[str] = Counter()
         self._wake = threading.Condition()
         self._closing = False
@@ -124,11 +124,11 @@ class StoreArrivalCounter:
                     return
                 if not self._incoming:
                     self._wake.wait(self._interval_s())
-                fresh = list(self._incoming)
+                self._open += self._incoming
                 self._incoming.clear()
-            for arrival in [*self._open, *fresh]:
-                self._serve(arrival, fresh=arrival in fresh)
-            self._open = self._still_open([*self._open, *fresh])
+            for arrival in self._open:
+                self._serve(arrival)
+            self._open = self._still_open(self._open)
 
     def _still_open(self, arrivals: list[_Arrival]) -> list[_Arrival]:
         """The arrivals at which a rank is missing.
@@ -151,13 +151,14 @@ class StoreArrivalCounter:
         waits = [now_s - arrival.counted_s for arrival in self._open]
         return min(max(min(waits) / PATIENCE, SHORTEST_POLL_S), LONGEST_POLL_S)
 
-    def _serve(self, arrival: _Arrival, *, fresh: bool) -> None:
-        """Counts a fresh arrival, and looks for its last rank; a lost store becomes its error."""
+    def _serve(self, arrival: _Arrival) -> None:
+        """Counts a new arrival, and looks for its last rank; a lost store becomes its error."""
         try:
-            if fresh:
+            if not arrival.counted_s:
                 self._count(arrival)
-            if not arrival.waited.done():
-                self._look_for_the_last(arrival)
+            now_s = time.perf_counter()
+            if not arrival.waited.done() and self._store.check([f"{arrival.key}/all"]):
+                arrival.waited.set_result(now_s - arrival.counted_s)
         except RuntimeError as error:  # the store is gone
             operation = self._operation(f"the arrival of all ranks at bucket {arrival.bucket}")
             if not arrival.waited.done():  # else only old keys were to be deleted
@@ -175,16 +176,6 @@ class StoreArrivalCounter:
         if count == self._world_size:
             self._store.set(f"{arrival.key}/all", "1")
             arrival.waited.set_result(0.0)
-            self._forget_before_last(arrival)
-
-    def _look_for_the_last(self, arrival: _Arrival) -> None:
-        """Asks the store whether the last rank has arrived."""
-        now_s = time.perf_counter()
-        if self._store.check([f"{arrival.key}/all"]):
-            arrival.waited.set_result(now_s - arrival.counted_s)
-
-    def _forget_before_last(self, arrival: _Arrival) -> None:
-        """Deletes the keys of two visits ago: every rank has since arrived twice and read them."""
-        if arrival.visit > 2:
-            for end in ("", "/all"):
-                self._store.delete_key(f"{arrival.bucket}/{arrival.visit - 2}{end}")
+            if arrival.visit > 2:  # every rank has since arrived twice, and read those keys
+                for end in ("", "/all"):
+                    self._store.delete_key(f"{arrival.bucket}/{arrival.visit - 2}{end}")
