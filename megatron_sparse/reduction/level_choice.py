@@ -85,24 +85,25 @@ def virtual_groups(
         """The transports of a group of these ranks, by rank; a group is made only once."""
         return dict(zip(ranks, cluster.group(ranks), strict=True))
 
-    found = []
-    for rank in range(n):
+    def groups_of(rank: int) -> Groups:
         place = rank % size  # in its instance
-        first = rank - place  # its instance's first rank
 
-        def own(places: Iterable[int], rank: int = rank, first: int = first) -> Transport:
+        def own(places: Iterable[int]) -> Transport:
             """This rank's transport of the group of the ranks at these places of its instance."""
-            return transports_of(tuple(first + member for member in places))[rank]
+            return transports_of(tuple(rank - place + member for member in places))[rank]
 
-        whole, level = own(range(size)), None
+        whole = own(range(size))
         same_place = tuple(range(place, n, size))  # one rank of every instance
         others = transports_of(same_place)[rank] if instances > 1 else None
-        if choice.level == INSTANCE and others is not None:
-            level, others = LevelGroups(whole, others, INSTANCE), None
-        elif choice.nodes:
+        if choice.level == INSTANCE:
+            assert others is not None, "the choice needs several instances"
+            return Groups(whole, level=LevelGroups(whole, others, INSTANCE))
+        level = None
+        if choice.nodes:
             level = LevelGroups(own(choice.inside(place)), own(choice.across(place)))
-        found.append(Groups(whole, others, level))
-    return found
+        return Groups(whole, others, level)
+
+    return [groups_of(rank) for rank in range(n)]
 
 
 def choose_level(

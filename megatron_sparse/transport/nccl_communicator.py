@@ -211,8 +211,7 @@ class NcclCommunicator:
             torch.cuda.set_device(self._device)  # a thread begins with the first one
         while True:
             with self._change:
-                if not self._pending and not self._closing:
-                    self._change.wait()
+                self._change.wait_for(lambda: self._pending or self._closing)
                 if self._closing:
                     return
             if self._check_pending():
@@ -226,18 +225,15 @@ class NcclCommunicator:
         Returns whether the communicator has failed.
         """
         with self._change:
-            if self._error is not None or not self._pending:
-                return self._error is not None
-            oldest = self._pending[0]
             try:
-                while oldest.is_done():
+                while self._pending and self._pending[0].is_done():
                     self._pending.popleft()
-                    if not self._pending:
-                        return False
-                    oldest = self._pending[0]
+                if self._error is not None or not self._pending:
+                    return self._error is not None
                 trouble = self._library.trouble(self._communicator)
             except (RuntimeError, CommunicationError) as error:  # CUDA's or NCCL's own query failed
                 trouble = str(error)
+            oldest = self._pending[0]
         if trouble is not None or oldest.deadline.is_hopeless():
             self._fail(oldest, trouble)
         return self._error is not None
