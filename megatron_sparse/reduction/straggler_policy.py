@@ -144,7 +144,10 @@ class StragglerPolicy:
             return
         self._arrive = transport.open_arrival_counter()
         if mode == "persistent" and self._config.min_delay_ms is None:
-            links = links or self._cluster_links(config.planner.cluster)
+            if links is None and config.planner.cluster is not None:
+                links = find(config.planner.cluster)
+            elif links is None:
+                links = complete(measure_links(transport, QUICK, host_clock(transport.device)))
             # Ranks on several nodes wait for the links between the nodes.
             self._link = links.inter if len(set(transport.nodes)) > 1 else links.intra
             self._dense_link = links.dense
@@ -172,13 +175,6 @@ class StragglerPolicy:
         rank = int(found[1])
         self._check_rank(SLOW_RANK, rank)
         return float(found[2]) / 1e3 if rank == self._transport.rank else 0.0
-
-    def _cluster_links(self, cluster: str | None) -> MeasuredLinks | ClusterModel:
-        """The cost of the group's links: of the cluster file, or measured now (collective)."""
-        if cluster is not None:
-            return find(cluster)
-        clock = host_clock(self._transport.device)
-        return complete(measure_links(self._transport, QUICK, clock))
 
     def begin_step(self, step: int) -> None:
         """Takes over the waiting times that ranks agreed on, if a new step begins.

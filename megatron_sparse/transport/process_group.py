@@ -203,8 +203,12 @@ class ProcessGroupTransport:
         With gloo a message that is longer than its receive buffer aborts the process: agree on
         sizes first. One that is shorter by 8 bytes or more is an error.
         """
-        # Counted with the empty tensors: sizes differ between ranks, the calls to NCCL must not.
-        with_everyone = _with_everyone(sends, receives, self.world_size)
+        # One tensor to, and one from, every other rank. Counted with the empty ones: sizes differ
+        # between ranks, the calls to NCCL must not.
+        with_everyone = all(
+            len(pieces) == len({peer for peer, _ in pieces}) == self.world_size - 1
+            for pieces in (sends, receives)
+        )
         sends = [(peer, values) for peer, values in sends if values.numel()]
         receives = [(peer, values) for peer, values in receives if values.numel()]
         peers = {peer for peer, _ in [*sends, *receives]}
@@ -297,18 +301,6 @@ def _placed(nothing: list[torch.Tensor], pieces: PeerTensors) -> list[torch.Tens
     for peer, values in pieces:
         placed[peer] = values.view(torch.uint8).view(-1)
     return placed
-
-
-def _with_everyone(sends: PeerTensors, receives: PeerTensors, world_size: int) -> bool:
-    """Whether this rank sends one tensor to, and receives one from, every other rank.
-
-    Empty tensors count too.
-    """
-    for pieces in (sends, receives):
-        peers = {peer for peer, _ in pieces}
-        if not len(pieces) == len(peers) == world_size - 1:
-            return False
-    return True
 
 
 def _check_filled(operation: Operation, bytes_in: PeerTensors) -> None:
