@@ -110,7 +110,6 @@ class DDPState(HostState):
         except BaseException:
             self._transport.close()
             raise
-        self._group = group
         self._scaler = scaler
         self._scale = 1.0  # of the last pass's gradients, and so of residuals
         self._has_looked_at_loop = False  # whether `optimizers_of_loop` was called
@@ -128,8 +127,7 @@ class DDPState(HostState):
             self.residuals,
         )
         self._trained = [each for each in self._buckets.names if each.requires_grad]
-        self._launched = 0  # buckets of this pass so far
-        self._in_flight: list[Pending] = []
+        self._in_flight: list[Pending] = []  # the buckets of this pass so far
         self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
             self._watch()
@@ -287,9 +285,6 @@ class DDPState(HostState):
         else:
             pending = self._start_dense(grad_bucket, future)
         self._in_flight.append(pending)
-        self._launched += 1
-        if grad_bucket.is_last():
-            self._end_step()
         if self._all_at_end:
             # In the first step of a static graph DDP calls the hook for all buckets at the end, and
             # waits for them holding the interpreter's lock, which the progress thread needs.
@@ -302,7 +297,7 @@ class DDPState(HostState):
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
         """Starts a bucket of ordinary gradients; its future completes when the average is in it."""
-        bucket = self._buckets.place(grad_bucket, self._launched)
+        bucket = self._buckets.place(grad_bucket, len(self._in_flight))
         # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
         # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
         return self._reducer.start(bucket, self.step, lambda _: future.set_result(bucket.grad_N))
@@ -343,8 +338,8 @@ class DDPState(HostState):
     def _finish_backward(self) -> None:
         """Runs when all gradients are made, before DDP waits for the buckets' futures."""
         in_flight, self._in_flight = self._in_flight, []
-        if self._all_at_end and self._launched:
-            self._end_step()  # DDP numbers those buckets all alike, and marks none as the last
+        self._buckets.end_pass()
+        self.step += 1
         self._all_at_end = False
         for pending in in_flight:
             pending.wait()
@@ -353,11 +348,6 @@ class DDPState(HostState):
             self._has_looked_at_loop = True
             for optimizer in refusals.optimizers_of_loop(self._scaler):
                 self._knows_steps |= self._is_updated_by(optimizer)
-
-    def _end_step(self) -> None:
-        self._launched = 0
-        self._buckets.end_pass()
-        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.

@@ -62,7 +62,7 @@ class HostState:
         self.residuals = ResidualStore(RESIDUAL_DTYPES[compression.residual_dtype])
         self.progress = progress_on(device, config.scheme.timeout_s)
         self._device = device
-        self._ranks = group
+        self._group = group
 
     @property
     def enabled(self) -> bool:
@@ -98,7 +98,7 @@ class HostState:
         """
         if self.trials is not None:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
-        _check_same_density(density, self._device, self._ranks)
+        _check_same_density(density, self._device, self._group)
         compression, name = self.config.compression, self.config.scheme.name
         checked = replace(compression, density=density)  # refuses a wrong value
         if name != "auto" and SCHEMES[name].takes_all:

@@ -264,7 +264,7 @@ class TestChangeDensity:
         at_once = {"density": 0.01, "warmup_iters": 0, "ramp_iters": 0}
         config = SparseConfig.from_overrides(**{"scheme": "agsparse"} | at_once | settings)
         planner = planner_of(config, logs=False)
-        rest = {"trials": None, "step": step, "_device": torch.device("cpu"), "_ranks": None}
+        rest = {"trials": None, "step": step, "_device": torch.device("cpu"), "_group": None}
         state: Any = SimpleNamespace(config=config, planner=planner, **rest)
         host_state.HostState.set_density(state, density)
         return config, planner
