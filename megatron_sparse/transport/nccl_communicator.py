@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from megatron_sparse.cuda_ext.nccl_ops import SumCall, nccl_sparse_sum
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
-from megatron_sparse.transport.operation import Operation
+from megatron_sparse.transport.operation import Operation, Waiters
 
 POLL_S = 0.05
 """Time between two checks of pending calls."""
@@ -96,20 +95,14 @@ class NcclCommunicator:
 
     def _make(self, unique_id: bytes, timeout_s: float) -> int:
         """Makes the communicator in a thread: NCCL waits for other ranks without a time limit."""
-        made: Future[int] = Future()
 
-        def run() -> None:
-            """Makes the communicator; the future gets its address or the error."""
-            try:
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                made.set_result(self._library.make(unique_id, self.rank, self.world_size))
-            except BaseException as error:
-                made.set_exception(error)
+        def make() -> int:
+            torch.cuda.set_device(self._device)  # a thread begins with the first one
+            return self._library.make(unique_id, self.rank, self.world_size)
 
-        threading.Thread(target=run, name="megatron_sparse_nccl_init", daemon=True).start()
+        waiters = Waiters()
         try:
-            return made.result(timeout_s)
+            return waiters.submit(make).result(timeout_s)
         except TookTooLong:
             raise CommunicationError(
                 "NCCL's communicator was not made",
@@ -118,6 +111,8 @@ class NcclCommunicator:
                 remedy="look at the other ranks' logs; NCCL_DEBUG=INFO shows which rank NCCL waits "
                 "for",
             ) from None
+        finally:
+            waiters.close()
 
     @contextmanager
     def call(self, name: str) -> Iterator[Callable[[int], None]]:
@@ -207,8 +202,7 @@ class NcclCommunicator:
 
     def _run_monitor(self) -> None:
         """The thread: checks pending calls every `POLL_S`; ends with the communicator."""
-        if self._device.type == "cuda":  # it is not where NCCL is a stub
-            torch.cuda.set_device(self._device)  # a thread begins with the first one
+        torch.cuda.set_device(self._device)  # a thread begins with the first one
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._pending or self._closing)

@@ -18,7 +18,7 @@ from megatron_sparse.transport.liveness import PeerLiveness
 POLL_S = 0.01
 """How often `finish` looks whether waiting has become pointless."""
 
-_Task = tuple[Callable[[], None], "Future[None]"]
+_Task = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class Operation:
@@ -159,12 +159,12 @@ class Waiters:
         self._idle = threading.Semaphore(0)
         self._threads = 0
 
-    def submit(self, wait: Callable[[], None]) -> Future[None]:
+    def submit[T](self, wait: Callable[[], T]) -> Future[T]:
         """Lets a thread call `wait`, and starts one if none is idle.
 
         Submit from one thread at a time. Returns the future of the call.
         """
-        waiting: Future[None] = Future()
+        waiting: Future[T] = Future()
         self._tasks.put((wait, waiting))
         if not self._idle.acquire(blocking=False):
             self._threads += 1
