@@ -203,8 +203,7 @@ class Layout:
         """
         numel = bucket.numel
         shard_starts = [shard * (numel // shards) for shard in range(shards)]
-        pieces, piece_parameter = _pieces(bucket)
-        kinds = _piece_kinds(bucket, piece_parameter)
+        pieces, piece_parameter, kinds = _pieces(bucket)
         kind_starts = {
             start
             for index, start in enumerate(pieces[:-1])  # the last offset is the bucket's end
@@ -234,32 +233,28 @@ class Layout:
         return self.segment_offsets[first : last + 1]
 
 
-def _pieces(bucket: Bucket) -> tuple[list[int], list[int]]:
-    """Offsets of parameters and paddings, and each one's parameter (-1 for padding)."""
-    offsets, piece_parameter = [0], []
+def _pieces(bucket: Bucket) -> tuple[list[int], list[int], list[tuple[bool, bool]]]:
+    """The offsets of parameters and paddings, and each one's parameter (-1 for padding) and kind.
+
+    The kind is whether it is kept, and lossless; padding has that of the piece before it.
+    """
+    offsets, piece_parameter, kinds = [0], [], []
+    kind = (True, False)  # padding in front is kept
+
+    def end_piece(stop: int, parameter: int) -> None:
+        """Ends the present piece, of the present kind; one without elements is none."""
+        if stop > offsets[-1]:
+            offsets.append(stop)
+            piece_parameter.append(parameter)
+            kinds.append(kind)
+
     for index, parameter in enumerate(bucket.parameters):
-        if parameter.start > offsets[-1]:
-            offsets.append(parameter.start)
-            piece_parameter.append(-1)
-        if parameter.numel > 0:
-            offsets.append(parameter.stop)
-            piece_parameter.append(index)
-    if bucket.numel > offsets[-1]:
-        offsets.append(bucket.numel)
-        piece_parameter.append(-1)
-    return offsets, piece_parameter
-
-
-def _piece_kinds(bucket: Bucket, piece_parameter: Sequence[int]) -> list[tuple[bool, bool]]:
-    """Whether each piece is kept, and lossless; padding follows the parameter before it."""
-    kinds: list[tuple[bool, bool]] = []
-    for index in piece_parameter:
-        if index >= 0:
-            parameter = bucket.parameters[index]
-            kinds.append((parameter.keep, parameter.lossless))
-        else:
-            kinds.append(kinds[-1] if kinds else (True, False))  # padding in front is kept
-    return kinds
+        end_piece(parameter.start, -1)
+        if parameter.numel:
+            kind = (parameter.keep, parameter.lossless)
+            end_piece(parameter.stop, index)
+    end_piece(bucket.numel, -1)
+    return offsets, piece_parameter, kinds
 
 
 def _split_long(borders: list[int]) -> list[int]:
