@@ -47,10 +47,10 @@ def _gradient(rank, round_, dtype):
     return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype, largest=7)
 
 
-def _config(scheme, density, wire_dtype=None, timeout_s=30.0, capacity="auto"):
+def _config(scheme, density, wire_dtype=None, capacity="auto"):
     fixed = {"samples": 500, "leak": 1.0, "straggler": section_for(scheme), "scheme": scheme}
     sent = {"density": density, "wire_dtype": wire_dtype, "capacity": capacity}
-    return at_target(timeout_s=timeout_s, **fixed, **sent)
+    return at_target(timeout_s=30.0, **fixed, **sent)
 
 
 def two_steps(scheme, op, gradient_of, pieces, density, **options):
@@ -73,12 +73,6 @@ def two_steps(scheme, op, gradient_of, pieces, density, **options):
             own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
             found.append((bucket.grad_N[own].float().clone(), sent, sink.buckets[-1]))
     return found
-
-
-def _bucket(rank, numel, world_size, name="b", seed=0):
-    """One parameter."""
-    generator = torch.Generator().manual_seed(1000 * rank + seed)
-    return a_bucket(torch.randn(numel, generator=generator), world_size, name)
 
 
 def _matrix(rank, world_size, cases):
@@ -122,7 +116,9 @@ def _many_buckets(rank, world_size):
                 buckets, pendings = [], []
                 for index in range(12):
                     numel = 10 if index % 3 else 100_000
-                    buckets.append(_bucket(rank, numel, world_size, str(index), index))
+                    drawn = torch.Generator().manual_seed(1000 * rank + index)
+                    gradient = torch.randn(numel, generator=drawn)
+                    buckets.append(a_bucket(gradient, world_size, str(index)))
                     pendings.append(reducer.start(buckets[-1], step=0))
                 for pending in pendings:
                     pending.wait()

@@ -187,13 +187,6 @@ GRADIENTS = {
 SLOW_MS = 100.0
 
 
-def _gloo_config(mode, scheme):
-    rank = 1 if mode == "pinned" else None
-    straggler = StragglerConfig(mode=mode, rank=rank, min_delay_ms=5.0)
-    few = {"density": 0.05, "samples": 500, "deterministic": False}
-    return at_target(scheme=scheme, timeout_s=20.0, straggler=straggler, **few)
-
-
 def _gloo_bucket(rank, world_size, number):
     """Of the rank's gradient, `number` + 1 times."""
     gradient, pieces = GRADIENTS[rank] * (number + 1), [ParameterSlice(f"w{number}", 0, NUMEL)]
@@ -206,10 +199,12 @@ def _train(rank, world_size):
 
     os.environ[SLOW_RANK] = f"1:{SLOW_MS}"  # this process is one of the ranks
     results = {}
-    twice = [("pinned", "straggler_direct")] * 2
-    for mode, scheme in (("persistent", "straggler"), *twice):
+    few = {"density": 0.05, "samples": 500, "deterministic": False, "timeout_s": 20.0}
+    twice = [("pinned", "straggler_direct", 1)] * 2
+    for mode, scheme, pinned in (("persistent", "straggler", None), *twice):
         sink, sums = Kept(), []
-        config = _gloo_config(mode, scheme)
+        straggler = StragglerConfig(mode=mode, rank=pinned, min_delay_ms=5.0)
+        config = at_target(scheme=scheme, straggler=straggler, **few)
         with reducer_over_gloo(config, sink, is_reported=False) as reducer:
             for step in range(9):
                 buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
