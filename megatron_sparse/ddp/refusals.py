@@ -49,7 +49,7 @@ def device_of(ddp: object) -> torch.device:
 def check_config(
     config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Refuses what needs Megatron, and with what a skipped step would corrupt residuals.
+    """Refuses settings that need Megatron, or with which a skipped step would corrupt residuals.
 
     Args:
         config: of the plugin.

@@ -81,7 +81,8 @@ type Arrive = Callable[[str], Future[float]]
 all ranks of a group for a bucket belong together.
 
 Returns the seconds from this rank's arrival to the last one's; 0 for the last. Arrivals that are
-pending when the transport is closed are never answered."""
+pending when the transport is closed are never answered.
+"""
 
 
 class Transport(Protocol):
