@@ -165,7 +165,6 @@ class Layout:
         segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
             border nor one between kept, lossless and pruned elements.
         segment_keep: uint8 [S], 1 for segments that are always sent whole.
-        segment_lossless: uint8 [S], 1 for segments whose non-zero elements are all sent.
         shard_segments: n+1 segment numbers: shard i begins at [i] and ends before [i+1].
         range_offsets: R+1 offsets of the ranges: segments cut at pieces.
         range_piece: int64 [R], the piece of each range.
@@ -175,7 +174,6 @@ class Layout:
 
     segment_offsets: torch.Tensor
     segment_keep: torch.Tensor
-    segment_lossless: torch.Tensor
     shard_segments: tuple[int, ...]
     range_offsets: torch.Tensor
     range_piece: torch.Tensor
@@ -211,15 +209,13 @@ class Layout:
         }
         segments = _split_long(sorted({*shard_starts, numel, *kind_starts, *extra_cuts}))
         ranges = sorted({*segments, *pieces})
-        segment_kinds = [kinds[piece] for piece in _intervals_around(pieces, segments)]
+        # All pieces of a segment are of one kind.
+        segment_keep = [kinds[piece][0] for piece in _intervals_around(pieces, segments)]
         # An empty bucket has no segments: each of its shards begins and ends at 0.
         shard_firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
         return cls(
             segment_offsets=torch.tensor(segments, dtype=torch.int64),
-            segment_keep=torch.tensor([keep for keep, _ in segment_kinds], dtype=torch.uint8),
-            segment_lossless=torch.tensor(
-                [lossless for _, lossless in segment_kinds], dtype=torch.uint8
-            ),
+            segment_keep=torch.tensor(segment_keep, dtype=torch.uint8),
             shard_segments=(*shard_firsts, len(segments) - 1),
             range_offsets=torch.tensor(ranges, dtype=torch.int64),
             range_piece=torch.tensor(_intervals_around(pieces, ranges), dtype=torch.int64),
