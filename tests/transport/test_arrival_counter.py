@@ -53,13 +53,9 @@ def _arrive(counter, delay_s):
     return came_s, waited.result(timeout=DEADLINE_S)
 
 
-def _all_arrive(counters, delays_s):
-    with ThreadPoolExecutor(len(counters)) as pool:
-        return list(pool.map(_arrive, counters, delays_s))
-
-
 def test_waits_are_measured_without_a_common_clock(counters):
-    results = _all_arrive(counters(3), [0, LATE_S / 2, LATE_S])
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(_arrive, counters(3), [0, LATE_S / 2, LATE_S]))
     waits = [wait for _, wait in results]
     came_s = [came for came, _ in results]
     last = max(range(3), key=lambda rank: came_s[rank])

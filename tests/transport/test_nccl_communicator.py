@@ -228,19 +228,6 @@ def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(communicato
     communicator.close()
 
 
-class Group:
-    """One whose CUDA tensors a given backend serves."""
-
-    group_desc = "megatron_sparse"
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-
-    def _get_backend(self, device: torch.device) -> Any:
-        assert device.type == "cuda"
-        return self.backend
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_another_backend_of_the_name_nccl_is_refused(
     monkeypatch: pytest.MonkeyPatch, wrapped: bool
@@ -252,7 +239,10 @@ def test_another_backend_of_the_name_nccl_is_refused(
     monkeypatch.setattr(dist, "get_rank", lambda: pytest.fail("it was let through"))
     for kind in (legacy, other):
         backend: Any = SimpleNamespace(wrapped_pg=kind()) if wrapped else kind()
-        group: Any = Group(backend)
+        group: Any = SimpleNamespace(
+            group_desc="megatron_sparse",
+            _get_backend=lambda device, found=backend: {"cuda": found}[device.type],
+        )
         if kind is legacy:
             require_supported(group)
             continue
