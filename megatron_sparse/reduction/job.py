@@ -371,7 +371,11 @@ class Pending[T]:
         return not ended
 
     def run_alone(self) -> Stage[None]:
-        """All steps, for a caller that drives the generator itself: without gates or streams."""
+        """All steps, for a caller that drives them itself: without gates, deadlines and streams.
+
+        `VirtualCluster.run(lambda transport: pending[transport.rank].run_alone())` drives a job of
+        each rank, all of which have ended then.
+        """
         self.result = yield from without(self._steps, Gate)
         self.end(None)
 

@@ -16,7 +16,7 @@ device.
   a bucket's device work is launched where the backward pass launches the bucket, before `submit`
   returns. In capacity mode the host waits for nothing on the way. Where sizes are exchanged it
   waits for them, in the middle of the backward pass.
-- `HeldProgress` drives nothing: a virtual cluster does.
+- `Progress` itself drives nothing: on virtual ranks the caller does, by `Pending.run_alone`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections import deque
 import torch
 
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.reduction.job import BucketStreams, Pending, Stage
+from megatron_sparse.reduction.job import BucketStreams, Pending
 from megatron_sparse.transport.liveness import announce_failure
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -65,7 +65,7 @@ class Progress:
 
     def submit[T](self, pending: Pending[T]) -> Pending[T]:
         """Takes over a job, and returns it. Jobs are submitted in the same order on every rank."""
-        raise NotImplementedError
+        return pending
 
     def close(self) -> None:
         """Ends all jobs; those under way end with an error."""
@@ -249,26 +249,6 @@ class InOrderProgress(Progress):
                 announce(pending, error)
                 self._broken = error
             pending.end(error)
-
-
-class HeldProgress(Progress):
-    """Keeps the last job that was submitted. One for each virtual rank.
-
-    `VirtualCluster.run(lambda transport: held[transport.rank].steps())` drives the jobs of all
-    ranks; then their `Pending` have ended.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), 0.0)
-
-    def submit[T](self, pending: Pending[T]) -> Pending[T]:
-        """See `Progress`; the job runs when `steps` is driven."""
-        self._pending = pending
-        return pending
-
-    def steps(self) -> Stage[None]:
-        """The job without its gate, which is for threads."""
-        return self._pending.run_alone()
 
 
 def announce(failed: Pending, error: BaseException) -> None:

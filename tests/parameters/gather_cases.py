@@ -10,7 +10,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.lossy import LossyGather, LossyWay
-from megatron_sparse.reduction.progress import HeldProgress
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from tests.records import Kept
@@ -63,7 +63,7 @@ class Group:
         first = torch.randn(n * shard, generator=self.generator).mul_(0.02).to(dtype)
         # Each rank starts with other bits: the first gather makes them equal.
         self.values = [(first + rank).to(device) for rank in range(n)]
-        self.held = [HeldProgress() for _ in range(n)]
+        progress = Progress(torch.device("cpu"), 0)  # drives nothing: `gather` does
         self.sinks = [Kept() for _ in range(n)]
         self.gathers = []
         for rank, transport in enumerate(self.cluster.transports):
@@ -71,9 +71,7 @@ class Group:
             bucket = Bucket("group0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
             way = self.way(**settings, verify_every=verify_every, per_node=nodes is not None)
             self.gathers.append(
-                self.kind(
-                    bucket, self.values[rank], transport, way, self.held[rank], self.sinks[rank]
-                )
+                self.kind(bucket, self.values[rank], transport, way, progress, self.sinks[rank])
             )
 
     @classmethod
@@ -104,7 +102,7 @@ class Group:
             gather.start(0 if steps is None else steps[rank])
             for rank, gather in enumerate(self.gathers)
         ]
-        self.cluster.run(lambda transport: self.held[transport.rank].steps())
+        self.cluster.run(lambda transport: pending[transport.rank].run_alone())
         for each in pending:
             each.wait()
 

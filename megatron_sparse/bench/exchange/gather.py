@@ -31,7 +31,7 @@ from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.price import several_levels
 from megatron_sparse.recording import GatherRecord, NullSink
 from megatron_sparse.reduction.job import Pending
-from megatron_sparse.reduction.progress import HeldProgress
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.progress import Progress as JobProgress
 from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.telemetry.quantities import ratio
@@ -272,12 +272,9 @@ class GatherBench(Bench[GatherSweep]):
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
     """Models a raw and then an exact gather on virtual ranks, and counts wrong bits."""
     n = topology.world_size
-    progress_of = [HeldProgress() for _ in range(n)]
     cluster = VirtualCluster(n, topology)
-    ranks = [
-        RankGather(sweep, case, transport, progress_of[transport.rank])
-        for transport in cluster.transports
-    ]
+    progress = Progress(cluster.device, 0)  # drives nothing: the cluster does
+    ranks = [RankGather(sweep, case, transport, progress) for transport in cluster.transports]
     spent_us = []
     for number in range(2):
         began_s = cluster.modelled_s
@@ -286,7 +283,7 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         for rank in ranks:
             rank.move(number)
             pending.append(rank.start(number))
-        cluster.run(lambda transport: progress_of[transport.rank].steps())
+        cluster.run(lambda transport, pending=pending: pending[transport.rank].run_alone())
         for each in pending:
             each.wait()
         spent_us.append((cluster.modelled_s - began_s) * 1e6)
