@@ -42,7 +42,7 @@ def reducer_of(
         config: as of `GradientReducer`.
         groups: the ranks.
         sink: receives the records.
-        progress: None for virtual ranks, which run `synchronise` themselves.
+        progress: None for one that drives nothing: the test drives the jobs.
         is_reported: keep undo copies, and leave selections pending.
         planner: None for that of the configuration.
         dump: see `GradientReducer`.
@@ -50,9 +50,8 @@ def reducer_of(
     residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
     residuals.undo = residuals.is_reported = is_reported
     planner = planner or planner_of(config, logs=False)
-    sink = sink or NullSink()
-    driver: Any = progress
-    return GradientReducer(config, groups, planner, residuals, sink, driver, dump)
+    sink, progress = sink or NullSink(), progress or Progress(CPU, 0)
+    return GradientReducer(config, groups, planner, residuals, sink, progress, dump)
 
 
 @contextmanager

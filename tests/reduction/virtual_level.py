@@ -6,12 +6,10 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level_choice import choose_level, virtual_groups
 from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.transport import Topology, VirtualCluster
@@ -142,16 +140,11 @@ class VirtualRanks:
     ) -> Outcomes:
         """Synchronises a gradient of each rank; then the optimizer takes the step, or skips it."""
         before = [self.residual(rank) for rank in range(self.n)]
-        records = {}
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.grad_N.copy_(gradient)
-
-        def pipeline(transport):
-            job = self.reducers[transport.rank].job(self.buckets[transport.rank], step)
-            records[transport.rank] = job.record
-            yield from without(self.reducers[transport.rank].synchronise(job), Gate)
-
-        self.cluster.run(pipeline)
+        launched = zip(self.reducers, self.buckets, strict=True)
+        pending = [reducer.start(bucket, step) for reducer, bucket in launched]
+        self.cluster.run(lambda transport: pending[transport.rank].run_alone())
         for store in map(self.store, range(self.n)):
             store.commit() if accepted else store.rollback()
         sent = []
@@ -161,7 +154,7 @@ class VirtualRanks:
             own_N = self.whole(rank, torch.ones(before[rank].numel())) * node_N
             sent.append(own_N + carried_N)
         results = [bucket.grad_N.clone() for bucket in self.buckets]
-        return Outcomes(results, sent, [records[rank] for rank in range(self.n)])
+        return Outcomes(results, sent, [each.record for each in pending])
 
     def _summed_first(self, rank: int) -> list[int]:
         """The ranks whose gradients are added up before the rank selects."""
