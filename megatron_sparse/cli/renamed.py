@@ -1,4 +1,4 @@
-"""Commands and options that have left or were renamed, with what to use in their place."""
+"""Commands and options of a release that have left or were renamed, with what to use instead."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ from typer.core import TyperGroup
 from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
-    "bench bits": "see the bits of a record in docs/wire-format.md, which a test makes again",
     "bench cost-models": "use `report RUN`, which has measured over predicted times",
-    "bench density": "see `sent_density` of `bench collectives`",
     "bench host": "use `bench bucket`, whose `host_us` is the host's time for a bucket",
-    "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
-    "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `report RUN`, which has measured over predicted times",
     "bench prune": "use `bench codecs --op prune`",
-    "bench row-sparse": "see docs/ddp.md for its times; `bench codecs --format row_sparse` times "
-    "the encoder",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
     "schedule": "use `simulate --paper stragglar`, which draws what schedules cost",
     "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
@@ -29,7 +23,6 @@ RENAMED: dict[str, str] = {
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
 OPTIONS: dict[str, str] = {
-    "bench bucket --stub-nccl": "leave it out: `host_us` is the host's time for a bucket",
     "bench codecs --check": "compare `ratio` in the `--json` files of two runs",
     "bench collectives --alpha-us": "leave it out: virtual links have 10 us",
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
@@ -37,23 +30,16 @@ OPTIONS: dict[str, str] = {
     "bench collectives --prune": "leave it out: selection is always timed",
     "bench convergence --report": "leave it out, and name the finished ones with --setting, "
     "--model and --seeds: a finished run is not repeated",
-    "bench gather --alpha-us": "leave it out: virtual links have 10 us",
-    "bench gather --coder": "leave it out: moves are coded by rANS",
-    "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
-    "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
-    "bench parameters --coder": "leave it out: moves are coded by rANS",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
-    "levels --output": "draw the rows of `--json`, an object for each number of ranks and level",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
-    "report --baseline": "name that run first: `report BASELINE RUN...`",
     "report --png": "use `report RUN`, whose page has the charts as SVG",
     "view --iteration": "use `report RUN`, or the iteration's line in breakdown.jsonl",
     "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
-"""Options of a command, such as `bench gather --way`, with the remedy; sorted."""
+"""Options of a command, such as `view --output`, with the remedy; sorted."""
 OUTPUT = "--output"
 OUTPUTS = ("--out", "--csv")
 """Former names of `--output`."""

@@ -1,4 +1,4 @@
-"""Keys and values of the configuration that have left, each with what to use in their place."""
+"""Keys and values of a released configuration that have left, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _PEER_MEMORY = (
 
 REMOVED: Mapping[str, str] = {
     "cluster.omp_num_threads": "set cluster.env.OMP_NUM_THREADS=N, or export OMP_NUM_THREADS",
-    "compression.level=node+instance": "set compression.level=node, which adds up instances dense, "
-    "or instance, which compresses the sum over them",
     "compression.method": "leave it out: sampled top-k with leaky error feedback is the method",
     "compression.momentum": "set the optimizer's own momentum",
     "compression.momentum_masking": "leave it out: residuals have no momentum to mask",
@@ -25,11 +23,8 @@ REMOVED: Mapping[str, str] = {
     "compression=sidco": "set compression=topk999 or another density: thresholds are quantiles",
     "compression=threshold_reuse": "set compression=topk99, and fewer compression.samples",
     "data.num_workers": "set megatron.num_workers=N",
-    "model.attention_dropout": "set megatron.attention_dropout=P; without it model.dropout counts",
-    "model.hybrid_layer_pattern": "set megatron.hybrid_layer_pattern=PATTERN",
     "model.init_std": "set megatron.init_method_std=S",
     "model.rotary_base": "set megatron.rotary_base=N",
-    "parameters.coder": "leave it out: parameters' moves are coded by rANS",
     "planner.hysteresis": "leave it out: a change of scheme needs a gain of 5 %",
     "planner.pin": "set scheme.name=NAME, or planner.cluster, by which a repeated run makes "
     "the same plan",
@@ -40,7 +35,6 @@ REMOVED: Mapping[str, str] = {
     "planner.schemes=peer_two_shot": _PEER_MEMORY,
     "scheme.hash_seed": "leave it out: the hash of zen is the same everywhere",
     "scheme.inner": "leave it out: hierarchical runs direct across the nodes",
-    "scheme.intra_node": "leave it out: ranks of a host use the backend (gloo, NCCL)",
     "scheme.name=peer_two_shot": _PEER_MEMORY,
     "scheme.peer_in_order_of_coming": _PEER_MEMORY,
     "scheme.peer_windows": _PEER_MEMORY,
@@ -56,13 +50,10 @@ REMOVED: Mapping[str, str] = {
     "tracking.flush_every": "leave it out: lines are flushed every 10 iterations, and at the end",
     "tracking.nvtx": "set megatron.profile=true under nsys, which opens NVTX ranges",
     "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
-    "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
-    "the coders on synthetic moves",
     "tracking.trace_iters": "set tracking.profile_iters=N: profile.json has the timeline",
     "tracking.wandb_entity": "export WANDB_ENTITY=NAME",
     "training.clip_grad": "set megatron.clip_grad=NORM",
     "training.log_interval": "set megatron.log_interval=N",
-    "training.save_on_interrupt": "set training.save_signal=SIGINT",
     "training.weight_decay": "set megatron.weight_decay=W",
 }
 """`section.key`, `section.key=value` or `group=option`, with the remedy that the error gives."""
