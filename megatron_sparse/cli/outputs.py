@@ -29,17 +29,16 @@ def writable_file(*, makes_folder: bool = False) -> Check:
         makes_folder: whether the command makes the file's folder.
     """
 
-    def problem_of(path: Path) -> str:
-        """Why the file cannot be written; empty if it can."""
-        if path.exists() and path.is_dir():
-            return f"{path} is a folder"
-        if path.exists():
-            return _read_only(path)
-        return _problem_of_folder(_nearest(path.parent) if makes_folder else path.parent)
-
     def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is None or not _is_writer():
+            return path
+        if not path.exists():
+            problem = _problem_of_folder(_nearest(path.parent) if makes_folder else path.parent)
+        else:
+            problem = f"{path} is a folder" if path.is_dir() else _read_only(path)
         remedy = "give another path, or make the folder"
-        return _checked(parameter, path, problem_of, "a file that can be made or replaced", remedy)
+        _refuse(parameter, path, problem, "a file that can be made or replaced", remedy)
+        return path
 
     return check
 
@@ -49,43 +48,25 @@ def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path
 
     Returns the folder.
     """
-
-    def problem_of(folder: Path) -> str:
-        """Why nothing can be written there; empty if it can."""
-        return _problem_of_folder(_nearest(folder))
-
-    expected = "a folder that exists or can be made"
-    return _checked(parameter, folder, problem_of, expected, "give another folder")
+    if folder is not None and _is_writer():
+        expected = "a folder that exists or can be made"
+        problem = _problem_of_folder(_nearest(folder))
+        _refuse(parameter, folder, problem, expected, "give another folder")
+    return folder
 
 
-def _checked(
-    parameter: typer.CallbackParam,
-    path: Path | None,
-    problem_of: Callable[[Path], str],
-    expected: str,
-    remedy: str,
-) -> Path | None:
-    """Returns the path of an option, if rank 0, which writes, can write there.
+def _is_writer() -> bool:
+    """Whether this process is rank 0, or none of several ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
-    Args:
-        parameter: the option.
-        path: None if the option was not given.
-        problem_of: says why a path cannot be written; empty if it can.
-        expected: for the error.
-        remedy: for the error.
 
-    Raises:
-        ConfigError: on rank 0: there is a problem.
-    """
-    is_writer = os.environ.get("RANK", "0") == "0"
-    if path is None or not is_writer:
-        return path
-    if problem := problem_of(path):
-        flag = parameter.opts[0]
-        raise ConfigError(
-            f"{flag} {path} cannot be written", expected=expected, got=problem, remedy=remedy
-        )
-    return path
+def _refuse(
+    parameter: typer.CallbackParam, path: Path, problem: str, expected: str, remedy: str
+) -> None:
+    """Raises a `ConfigError` about an option's path if there is a problem with it."""
+    if problem:
+        what = f"{parameter.opts[0]} {path} cannot be written"
+        raise ConfigError(what, expected=expected, got=problem, remedy=remedy)
 
 
 def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
