@@ -37,7 +37,8 @@ def doctor(
     if memory:
         from megatron_sparse.doctor import memory as plugin_memory
 
-        raise typer.Exit(plugin_memory.run(overrides or [], json))
+        plugin_memory.run(overrides or [], json)
+        return
     if overrides:
         raise ConfigError(
             "doctor takes a run's overrides with --memory only",

@@ -78,18 +78,15 @@ class MemoryAccount:
 
     def of_parameter(self, nbytes: int) -> float:
         """Bytes for each parameter."""
-        return nbytes / self.parameters if self.parameters else 0.0
+        return nbytes / self.parameters
 
 
-def run(overrides: Sequence[str], json: Path | None = None) -> int:
+def run(overrides: Sequence[str], json: Path | None = None) -> None:
     """Prints the account as a table and, if asked, as JSON lines.
 
     Args:
         overrides: as of `train`.
         json: file for one JSON object an item: `item`, `bytes`, `bytes_per_parameter`.
-
-    Returns:
-        The exit code: 0.
 
     Raises:
         ConfigError: the configuration is wrong, or it trains without the plugin.
@@ -124,7 +121,6 @@ def run(overrides: Sequence[str], json: Path | None = None) -> int:
         for item, nbytes in [*found.nbytes.items(), ("total", found.total)]
     ]
     write_rows(json, rows)
-    return 0
 
 
 def of_run(config: RunConfig) -> MemoryAccount:
