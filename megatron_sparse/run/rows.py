@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import Field, asdict, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -136,7 +136,7 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
             print(row.COLUMNS.header)
         print(row.line(), flush=True)
         done.append(row)
-        append_row(json_path, row.to_dict())
+        write_rows(json_path, [row.to_dict()], "a")
     if any(getattr(row, "noisy", False) for row in done):
         print(
             "# noisy: other programs took so much of the machine in the meantime; measure again",
@@ -157,31 +157,17 @@ def clear_progress() -> None:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def write_text(path: Path, text: str, mode: str = "w") -> None:
-    """Writes a file; appends to it with mode `a`.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    with writing("the measurements"), path.open(mode, encoding="utf-8") as file:
-        file.write(text)
-
-
-def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+def write_rows(path: Path | None, rows: Iterable[dict[str, Any]], mode: str = "w") -> None:
     """Writes one JSON object a line; None writes nothing.
 
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    if path is not None:
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def append_row(path: Path | None, row: dict[str, Any]) -> None:
-    """Adds one JSON object to a file of `write_rows`; None writes nothing.
+    Args:
+        path: the file.
+        rows: the objects.
+        mode: of `open`: `a` keeps the lines that the file has.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     if path is not None:
-        write_text(path, json.dumps(row) + "\n", "a")
+        with writing("the measurements"), path.open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
