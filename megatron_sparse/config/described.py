@@ -40,17 +40,14 @@ class Key:
     Attributes:
         name: as the command line takes it.
         default: its value where nothing sets it.
-        text: what its dataclass says of it.
+        type: in words.
+        line: the first sentence of what its dataclass says of it.
     """
 
     name: str
     default: Any
-    text: str
-
-    @property
-    def line(self) -> str:
-        """The first sentence of `text`."""
-        return first_sentence(self.text)
+    type: str
+    line: str
 
 
 def first_sentence(text: str) -> str:
@@ -74,7 +71,7 @@ def attributes(section: type) -> dict[str, str]:
 
     Example:
         >>> sorted(attributes(Key))
-        ['default', 'name', 'text']
+        ['default', 'line', 'name', 'type']
     """
     found: dict[str, str] = {}
     name = ""
@@ -102,7 +99,20 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
     defaults = section()
     for field in dataclasses.fields(section):
         if field.name not in inner_sections:
-            yield Key(prefix + field.name, getattr(defaults, field.name), texts[field.name])
+            yield Key(
+                prefix + field.name,
+                getattr(defaults, field.name),
+                str(field.type).replace(" | None", " or null"),
+                first_sentence(texts[field.name]),
+            )
+
+
+def every_key() -> dict[str, Key]:
+    """Every key of a run by its name, such as `compression.density`."""
+    found = list(keys(RunConfig))
+    for name, section in sections(RunConfig).items():
+        found += keys(section, f"{name}.")
+    return {key.name: key for key in found}
 
 
 def sections(section: type) -> dict[str, type]:

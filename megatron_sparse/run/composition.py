@@ -349,7 +349,7 @@ def closest_key(key: str) -> str | None:
         >>> closest_key("training.train_iters"), closest_key("lr_warmup")
         ('training.iterations', 'training.lr_warmup_iters')
     """
-    keys = list(_keys(RunConfig))
+    keys = list(described.every_key())
     last = key.rpartition(".")[2]
     # Reversed: where two sections have a key of one name, the first section's counts.
     by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
@@ -364,7 +364,8 @@ def _unknown_key(key: str) -> ConfigError:
     if gone := removed(key):
         return gone
     section = key.rpartition(".")[0]
-    inside = [known for known in _keys(RunConfig) if section and known.startswith(f"{section}.")]
+    known_keys = described.every_key()
+    inside = [known for known in known_keys if section and known.startswith(f"{section}.")]
     meant = closest_key(key)
     hint = f"did you mean {meant}? " if meant else ""
     return ConfigError(
@@ -380,27 +381,15 @@ def _wrong_type(error: ValidationError) -> ConfigError:
     """The error for a value of another type; of a percentage it says the fraction to write."""
     key = str(error.full_key or "")
     percent = re.search(r"'([\d.]+)%'", str(error))
-    keys = _keys(RunConfig)
+    keys = described.every_key()
     outer = re.sub(r"[.\[][^.\[]*$", "", key)  # of an item of a list or mapping
+    known = keys.get(key) or keys.get(outer)
     return ConfigError(
         f"{key or 'a section'} has the wrong type",
-        expected=keys.get(key) or keys.get(outer, "a section of keys"),
+        expected=known.type if known else "a section of keys",
         got=_first_line(error),
         remedy=f"write {float(percent[1]) / 100:g}" if percent else None,
     )
-
-
-def _keys(section: type, prefix: str = "") -> dict[str, str]:
-    """Every key and its type in words."""
-    found: dict[str, str] = {}
-    inner = described.sections(section)
-    for field in dataclasses.fields(section):
-        key = prefix + field.name
-        if field.name in inner:
-            found |= _keys(inner[field.name], f"{key}.")
-        else:
-            found[key] = str(field.type).replace(" | None", " or null")
-    return found
 
 
 def _closest(word: str, words: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ from megatron_sparse.config.sparse import (
     SparseConfig,
     TrackingConfig,
 )
-from megatron_sparse.run.composition import GROUPS, _keys, compose, group_options
+from megatron_sparse.run.composition import GROUPS, compose, group_options
 from tests.commands import refusal, run
 from tests.integration.configuration_page import PAGE, page
 
@@ -287,7 +287,7 @@ class TestScheduleOfTheRunsLength:
 
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
-    assert len(_keys(RunConfig)) <= 95
+    assert len(described.every_key()) <= 95
 
 
 class TestRemoved:
@@ -340,7 +340,7 @@ def test_the_page_is_of_this_version():
 
 def test_the_page_has_every_key_in_plain_markdown():
     text = PAGE.read_text("utf-8")
-    for key in _keys(RunConfig):
+    for key in described.every_key():
         (row,) = re.findall(rf"^\| `{re.escape(key)}` \| `[^|]+` \| [^|]+ \|$", text, re.MULTILINE)
         assert row
     for link in re.findall(r"\]\(([^)#]+)", text):
