@@ -35,24 +35,17 @@ from megatron_sparse.run.launchers import environment, slurm_ranks
 from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
-_MODES = {
-    "--run": "run",
-    "-r": "run",
-    "--multirun": "multirun",
-    "-m": "multirun",
-    "--cfg": "cfg",
-    "-c": "cfg",
-    "--info": "info",
-    "-i": "info",
-    "--shell-completion": "completion",
-    "-sc": "completion",
-}
-"""Hydra's flags of which one command line has one at most."""
+_MODES = (
+    *(("--run", "-r"), ("--multirun", "-m"), ("--cfg", "-c")),
+    *(("--info", "-i"), ("--shell-completion", "-sc")),
+)
+"""Hydra's flags of which one command line has one at most, each in its two spellings."""
 _FLAGS = (
+    *itertools.chain(*_MODES),
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--package", "-p"),
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
-"""Hydra's other flags, less --experimental-rerun, which unpickles a file."""
+"""Hydra's flags, less --experimental-rerun, which unpickles a file."""
 _OTHER_RANK = "see the error of another rank"
 
 
@@ -165,7 +158,7 @@ def check_flags(arguments: Sequence[str]) -> None:
     """
     flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
     for flag in flags:
-        if flag not in (*_FLAGS, *_MODES):
+        if flag not in _FLAGS:
             raise _no_flag(flag)
     if "--resolve" in flags and not {"--cfg", "-c", "--help", "-h"} & set(flags):
         raise ConfigError(
@@ -174,12 +167,12 @@ def check_flags(arguments: Sequence[str]) -> None:
             got=" ".join(flags),
             remedy="add --cfg job",
         )
-    modes = [flag for flag in flags if flag in _MODES]
-    if len({_MODES[flag] for flag in modes}) > 1:
+    modes = [mode for mode in _MODES if not set(mode).isdisjoint(flags)]
+    if len(modes) > 1:
         raise ConfigError(
             "these flags exclude each other",
-            expected="one of " + ", ".join(_MODES),
-            got=" ".join(modes),
+            expected="one of " + ", ".join(flag for flag, _ in _MODES),
+            got=" ".join(flags),
             remedy="leave the others out",
         )
 
@@ -187,7 +180,7 @@ def check_flags(arguments: Sequence[str]) -> None:
 def _no_flag(flag: str) -> ConfigError:
     """The error for an unknown flag: names the flag, or else the key, that is nearest to it."""
     word = flag.strip("-")
-    near = difflib.get_close_matches(word, [each.strip("-") for each in (*_FLAGS, *_MODES)], 1)
+    near = difflib.get_close_matches(word, [each.strip("-") for each in _FLAGS], 1)
     if near:
         remedy = f"did you mean --{near[0]}?"
     elif key := composition.closest_key(word.replace("-", "_")):
