@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,7 +97,7 @@ def _launch(config: RunConfig, command: str) -> int:
             code = _run_agent(config, run_dir)
     # After an error only where something is saved, and not after one that the next start repeats.
     repeats = code in (0, MegatronSparseError.exit_code)
-    if code > 128 or (not repeats and resume.has_saved(config, run_dir)):
+    if code > 128 or (not repeats and resume.newest(config, run_dir) is not None):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
 
@@ -122,8 +121,12 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         max_restarts=0,
         shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
+    # Drops the agent's own report of a failed rank, a page that names its own source lines.
+    agent_log = logging.getLogger("torch.distributed.elastic")
+    agent_log.propagate = False
+    agent_log.addHandler(logging.NullHandler())
     # The agent's own files are on the run's disk, too.
-    with _silent_agent(), _own_handlers(), naming_full_disk(run_dir):
+    with _own_handlers(), naming_full_disk(run_dir):
         logs.mkdir(exist_ok=True)
         try:
             with TemporaryDirectory(prefix="reports_", dir=logs) as folder, interrupt.saving(saves):
@@ -145,24 +148,9 @@ def _own_handlers() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                if handler is not None:  # None: another library's, which Python cannot set
-                    signal.signal(number, handler)
-
-
-@contextmanager
-def _silent_agent() -> Iterator[None]:
-    """Drops the agent's own report of a failed rank, a page that names its own source lines."""
-    log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    before = log.propagate
-    log.addHandler(silent)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.propagate = before
-        log.removeHandler(silent)
+        for number, handler in before.items():
+            if handler is not None:  # None: another library's, which Python cannot set
+                signal.signal(number, handler)
 
 
 def _report(rank: int, failure: Any, run_dir: Path) -> int:

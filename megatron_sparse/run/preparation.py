@@ -131,6 +131,7 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
         DatasetError: the corpus is missing or damaged.
     """
     from megatron_sparse.megatron import training
+    from megatron_sparse.transport import nccl_communicator
 
     asks = in_launcher and bool(config.megatron)
     if not asks:
@@ -139,7 +140,8 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
     if config.plugin:
         # Reads the planner's files, and checks what must hold between the sections.
         planner_of(with_swept_thresholds(config.sparse), logs=False)
-        _check_device(config)
+        if config.cluster.device == "cpu" and config.scheme.nccl_engine:
+            raise nccl_communicator.refusal("cluster.device=cpu")
         refusals.check_checkpoints(
             config.megatron,
             config.compression.residual_checkpoint,
@@ -159,14 +161,6 @@ def _check_packages(config: RunConfig) -> None:
         require("tensorboard", "draws the scalars", "train", "set tracking.tensorboard=false")
     if config.tracking.wandb != "disabled":
         require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
-
-
-def _check_device(config: RunConfig) -> None:
-    """Raises the errors that each rank would raise when it attaches."""
-    from megatron_sparse.transport import nccl_communicator
-
-    if config.cluster.device == "cpu" and config.scheme.nccl_engine:
-        raise nccl_communicator.refusal("cluster.device=cpu")
 
 
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:

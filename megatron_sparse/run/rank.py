@@ -22,11 +22,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
     end_quickly()
-    run_dir = Path(sys.argv[1]).parent
+    config_path = Path(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with rank_log(run_dir, rank, ranks), ending_where_stuck():
+    with rank_log(config_path.parent, rank, ranks), ending_where_stuck():
         try:
-            code = import_module("megatron_sparse.run.worker").main()
+            code = import_module("megatron_sparse.run.worker").main(config_path)
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException:  # torch's CheckpointException is no Exception

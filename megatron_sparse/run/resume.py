@@ -183,13 +183,11 @@ def describe(config: RunConfig, start: Start) -> str:
     return f"resumed at {start.iteration} of {total}"
 
 
-def has_saved(config: RunConfig, run_dir: Path) -> bool:
-    """Whether a run's folder has a complete checkpoint."""
-    return _newest(config, run_dir) is not None
+def newest(config: RunConfig, run_dir: Path) -> int | None:
+    """The iteration of the newest complete checkpoint in a run's folder, temporary ones included.
 
-
-def _newest(config: RunConfig, run_dir: Path) -> int | None:
-    """The iteration of the newest complete checkpoint, temporary ones included."""
+    None if there is none.
+    """
     folders = arguments.checkpoint_folders(config, run_dir / arguments.CHECKPOINTS)
     found = [checkpoint_folder.choose(folder).iteration for folder in folders]
     return max((each for each in found if each is not None), default=None)
@@ -215,7 +213,7 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
         run_dir: its folder.
         command: that started it.
     """
-    done = _newest(config, run_dir)
+    done = newest(config, run_dir)
     if done is None:
         return (
             "no checkpoint is saved; training.save_interval=N saves one every N iterations, "

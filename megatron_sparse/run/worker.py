@@ -34,16 +34,15 @@ _ANSWER, _READERS = "megatron_sparse/run_dir", "megatron_sparse/readers"
 _READERS_S = 60
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(path: Path) -> int:
     """Runs a rank that the launcher started.
 
     Args:
-        argv: path of the run's `config.yaml`.
+        path: of the run's `config.yaml`.
 
     Returns:
         The exit code. The error is in the agent's error file; the launcher prints it.
     """
-    (path,) = map(Path, sys.argv[1:] if argv is None else argv)
     try:
         with naming_full_disk(path.parent):
             from megatron_sparse.megatron import training

@@ -48,13 +48,13 @@ def test_a_rank_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     report = tmp_path / "error.json"
     monkeypatch.setenv(rank_log.ERROR_FILE, str(report))
-    assert worker.main([str(path)]) == StorageError.exit_code
+    assert worker.main(path) == StorageError.exit_code
     message, typed = rank_log.read_report(json.loads(report.read_text())) or ("", False)
     assert typed
     assert "/disk/runs/mine/x.distcp" in message
     report.unlink()
     monkeypatch.setattr(Path, "write_text", Mock(side_effect=NO_SPACE))
-    assert worker.main([str(path)]) == StorageError.exit_code
+    assert worker.main(path) == StorageError.exit_code
     assert not report.exists(), "the agent would fail over half a report"
     assert "the disk is full" in capsys.readouterr().err
 
