@@ -91,15 +91,12 @@ class TestPluginSections:
             (SchemeConfig, "wire_dtype", "int8"),
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
-            (SchemeConfig, "nccl_engine", 1),
-            (SchemeConfig, "checksum", 1),
             (ParametersConfig, "method", "zipped"),
             (ParametersConfig, "bits", 5),
             (ParametersConfig, "verify_every", 0),
             (TrackingConfig, "console", True),
             (TrackingConfig, "sample_every", -1),
             (TrackingConfig, "profile_iters", 1.5),
-            (TrackingConfig, "tensorboard", "on"),
         ],
     )
     def test_refusals_name_the_key(self, section, key, value):
@@ -141,7 +138,7 @@ class TestPluginSections:
         config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)
         assert config.compression.density == 0.5
         assert (config.scheme.name, config.scheme.timeout_s) == ("dense", 7)
-        assert "densty" in refusal(SparseConfig.from_overrides, densty=0.5)
+        assert "expected: density?" in refusal(SparseConfig.from_overrides, densty=0.5)
 
 
 def test_nulls_of_a_model_stand_for_the_usual():
@@ -300,11 +297,6 @@ class TestRemoved:
         said = refusal(compose, [f"{key}={given}"])
         assert f"{name} has left" in said
         assert REMOVED[name] in said
-
-    @pytest.mark.parametrize("name", [name for name in REMOVED if "=" not in name])
-    def test_nothing_that_has_left_is_still_a_key(self, name):
-        section, _, key = name.partition(".")
-        assert not hasattr(getattr(RunConfig(), section), key)
 
 
 SECTIONS = {"": RunConfig, **described.sections(RunConfig)}

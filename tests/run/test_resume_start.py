@@ -94,7 +94,7 @@ class TestWhatIsLeft:
         with pytest.raises(CommunicationError, match="look at what rank 0 printed"):
             worker._agree_on_folder(config_of(runs), "train", store, 1, ExitStack())
 
-    def test_some_iterations(self, runs):
+    def test_some_iterations_for_a_user_who_goes_back(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
         start = start_of(runs, "resume=must")
         assert (start.iteration, start.own, start.warnings) == (1, True, ())
@@ -112,9 +112,6 @@ class TestWhatIsLeft:
     def test_a_load_from_the_folder_that_would_be_moved_aside(self, runs):
         with pytest.raises(ConfigError, match="run's own folder"):
             start_of(runs, "resume=never", f"training.load={runs / 'mine/checkpoints'}")
-
-    def test_its_own_checkpoint_needs_no_other(self, runs):
-        assert start_of(runs, "resume=auto", "training.load=gone").own
 
     def test_from_scratch_says_nothing(self, runs):
         config = config_of(runs, "resume=never")
@@ -317,10 +314,6 @@ class TestPartial:
             start = start_of(runs, how)
             assert (start.iteration, start.repairs) == (2, {folder: 2})
             assert f"{TRACKER} is missing or damaged; taken: 2" in start.warnings[0]
-
-    def test_a_user_who_goes_back_is_obeyed(self, runs):
-        checkpoint_folder.track(runs / "mine/checkpoints", 1)
-        assert choose(runs / "mine/checkpoints") == checkpoint_folder.ChosenCheckpoint(1, 1)
 
     def test_no_complete_one(self, runs):
         for iteration in (1, 2):

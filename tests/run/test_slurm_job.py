@@ -58,12 +58,6 @@ def test_ranks_of_mpirun(given, is_refused):
 class TestSlurm:
     """Slurm's variables and scontrol."""
 
-    @pytest.mark.parametrize(
-        ("counts", "expected"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("4,1(x2),3", [4, 1, 1, 3])]
-    )
-    def test_tasks_per_node(self, counts, expected):
-        assert launchers.tasks_per_node(counts) == expected
-
     def test_ranks_rendezvous_at_the_first_node(self, scontrol):
         calls = scontrol("printf 'n0\\nn1\\nn2\\n'")
         place = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}

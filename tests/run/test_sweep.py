@@ -13,20 +13,9 @@ from megatron_sparse.run.composition import compose
 class TestNames:
     """The name of a run of a sweep."""
 
-    def test_swept_keys_are_those_with_several_values(self):
-        overrides = ["scheme=dense,direct", "model=gpt_tiny", "compression.leak=choice(0.9,1)"]
-        overrides += ["++megatron.seed=1,2", "training.lr=1e-3"]
-        swept = sweep.swept_keys(sweep.parsed(overrides))
-        assert swept == ["scheme", "compression.leak", "megatron.seed"]
-
     @pytest.mark.parametrize(
         ("swept", "overrides", "name"),
         [
-            (
-                ["scheme", "compression.leak"],
-                ["scheme=direct", "a.b=3", "compression.leak=0.9"],
-                "run_scheme-direct_leak-0.9",
-            ),
             (["megatron.lr"], ["++megatron.lr=1e-3"], "run_lr-0.001"),
             (["x"], ["x='a b/c'"], "run_x-a-b-c"),
             (["x"], ["x=-1"], "run_x-minus1"),
