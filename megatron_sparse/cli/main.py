@@ -19,7 +19,7 @@ import typer
 from megatron_sparse.bench.options import command
 from megatron_sparse.cli import plans, runs
 from megatron_sparse.cli.bench import bench
-from megatron_sparse.cli.renamed import Program, answer_for_renamed
+from megatron_sparse.cli.renamed import Program
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError, StorageError
 from megatron_sparse.version import __version__
@@ -62,7 +62,6 @@ MEASURED = {
 for _commands, _panel in ((COMMANDS, None), (MEASURED, MEASUREMENTS)):
     for _action, _help in _commands.items():
         command(app, _help, _panel)(_action)
-answer_for_renamed(app)
 app.add_typer(bench, name="bench", rich_help_panel=MEASUREMENTS)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import typer
 from typer.core import TyperGroup
 
 from megatron_sparse.errors import ConfigError
@@ -46,7 +44,18 @@ OUTPUTS = ("--out", "--csv")
 
 
 class Program(TyperGroup):
-    """The commands, of which a former option's name is a typed error that has the new one."""
+    """A group of commands: a former name of one, or of an option, is an error with the new one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first argument names.
+
+        Raises:
+            ConfigError: it was renamed, or has left.
+        """
+        name = _in_program(f"{ctx.command_path} {args[0]}")
+        if name in RENAMED:
+            raise _left(name)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> object:
         """Runs the command; returns what it returns.
@@ -63,7 +72,7 @@ class Program(TyperGroup):
             if former is None:
                 raise
             context = error.ctx  # type: ignore[attr-defined]
-            name = f"{context.command_path.removeprefix('megatron-sparse ')} {former}"
+            name = f"{_in_program(context.command_path)} {former}"
             if name in OPTIONS:
                 raise _left(name) from None
             # `OUTPUTS` are former names only where the command has `OUTPUT`.
@@ -78,32 +87,9 @@ class Program(TyperGroup):
             ) from None
 
 
-def answer_for_renamed(commands: typer.Typer, group: str = "") -> None:
-    """Registers the former commands of a group, hidden; each only raises the error of its name.
-
-    Args:
-        commands: those of the program, or of a group.
-        group: such as `bench`; empty for the program.
-    """
-    for name in RENAMED:
-        parent, _, command = name.rpartition(" ")
-        if parent == group:
-            commands.command(
-                command,
-                hidden=True,
-                add_help_option=False,
-                # Whatever follows the name, the answer is the error.
-                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_refusal(name))
-
-
-def _refusal(name: str) -> Callable[[], None]:
-    """A command that only raises the error of `name`."""
-
-    def refuse() -> None:
-        raise _left(name)
-
-    return refuse
+def _in_program(command: str) -> str:
+    """A command without the program's name."""
+    return command.removeprefix("megatron-sparse ")
 
 
 def _left(name: str) -> ConfigError:
