@@ -324,19 +324,13 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     group, _, option = name.removesuffix(".yaml").rpartition("/")
     if gone := removed(group, option):
         return gone
-    share_a_word = [known for known in options if _share_a_word(known, option)]
-    meant = " or ".join(share_a_word) or _closest(option, options)
+    meant = _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
         expected=" | ".join(options) or "a file of that name",
         got=f"{group}={option}",
         remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",
     )
-
-
-def _share_a_word(known: str, option: str) -> bool:
-    """Whether a word of a known option is in another name, as `ring` is in `ringreduce`."""
-    return any(len(word) > 3 and word in option for word in known.split("_"))
 
 
 def closest_key(key: str) -> str | None:

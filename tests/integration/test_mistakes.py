@@ -83,7 +83,6 @@ MISTAKES = (
     train("compression.density=1%", "write 0.01"),
     train("compression.value_bits=5", "auto | 8 | 4 | 3 | 2 | null"),
     train("scheme=omnireduc", "did you mean omnireduce?"),
-    train("scheme=ringallreduce", "did you mean adaptive_ring or dense_ring or sparse_ring?"),
     Mistake(
         "train --multirun data=mock 'compression.density=interval(0.1,0.2)'",
         "no list of values",
