@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,20 +89,10 @@ def storage_error(path: str | Path | int, got: object) -> StorageError:
     return StorageError(
         f"the disk is full: {path}",
         expected="space for the run's files; a checkpoint is the largest",
-        got=f"{got}{_free(Path(str(path)))}",
+        got=got,
         remedy="free space there, or copy the run's folder to another disk and set runs_dir; "
         "then go on with resume=must, which takes the newest complete checkpoint",
     )
-
-
-def _free(path: Path) -> str:
-    """The space left on a path's disk, in words; empty if the system does not say."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        return f" ({shutil.disk_usage(path).free / 2**20:.1f} MiB free)"
-    except OSError:
-        return ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
