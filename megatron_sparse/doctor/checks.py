@@ -320,8 +320,7 @@ def _collective_backends() -> Iterator[Check]:
 
 def _machine() -> Iterator[Check]:
     """Reports the usable cores, and checks that the memory suffices for the quickstart."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Check("cores", "ok", f"{cores} usable")
+    yield Check("cores", "ok", f"{len(os.sched_getaffinity(0))} usable")
     gib = _memory_gib()
     remedy = f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model"
     yield _judged("memory", gib >= MIN_MEMORY_GIB, f"{gib:.1f} GiB", remedy, "warn")

@@ -29,7 +29,7 @@ from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import TURNS
+from megatron_sparse.formats.message import TURNS, VALUE_DTYPES
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.pricing.shape import FP32_BYTES
@@ -163,14 +163,14 @@ def of_run(config: RunConfig) -> MemoryAccount:
     )
     found = account(sparse, buckets, nodes, undo=undo)
     if sparse.parameters.method in COMPRESSED:
-        narrow_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = narrow_dtypes.get(config.training.precision, torch.float32)
-        shard_numel = 0  # of all buckets whose parameters are gathered
-        for bucket in buckets:
-            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1:
-                shard_numel += bucket.numel // bucket.world_size
+        shard_numel = sum(
+            bucket.numel // bucket.world_size
+            for bucket in buckets
+            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1
+        )
         if shard_numel:
-            found.nbytes["parameters"] = shard_numel * dtype.itemsize
+            element_bytes = VALUE_DTYPES[config.training.precision].itemsize
+            found.nbytes["parameters"] = shard_numel * element_bytes
     return found
 
 

@@ -143,11 +143,8 @@ def reported_by_first_rank() -> Iterator[None]:
 def end_with_parent() -> None:
     """From now on the kernel kills this process when the one that started it ends.
 
-    Else the ranks of a launcher that was killed would go on writing into the run's folder. Does
-    nothing where the system is not Linux.
+    Else the ranks of a launcher that was killed would go on writing into the run's folder.
     """
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):  # it was gone before
