@@ -10,7 +10,6 @@ METHODS = ("auto", "raw", "exact", "lossy")
 PER_NODE = ("auto", "always", "never")
 COMPRESSED = ("exact", "lossy")
 """Methods that are refused where they cannot work."""
-LOSSY_BITS = (4, 8)
 
 
 @dataclass
@@ -42,5 +41,5 @@ class ParametersConfig(Checked):
 
     method: str = choice("auto", METHODS)
     per_node: str = choice("auto", PER_NODE)
-    bits: int = choice(4, LOSSY_BITS)
+    bits: int = choice(4, (4, 8))
     verify_every: int = whole(100, 1)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megatron_sparse.config.checks import Checked, choice, number, whole
 from megatron_sparse.errors import ConfigError
 
-STRAGGLER_MODES = ("off", "observe", "pinned", "persistent")
-
 
 @dataclass
 class StragglerConfig(Checked):
@@ -28,7 +26,7 @@ class StragglerConfig(Checked):
 
     SECTION = "straggler"
 
-    mode: str = choice("off", STRAGGLER_MODES)
+    mode: str = choice("off", ("off", "observe", "pinned", "persistent"))
     rank: int | None = whole(None, 0)
     min_delay_ms: float | None = number(None, 0)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from megatron_sparse.config.checks import Checked, choice, in_range, whole
 
-CONSOLES = ("plain", "off")
-
 
 @dataclass
 class TrackingConfig(Checked):
@@ -33,7 +31,7 @@ class TrackingConfig(Checked):
 
     SECTION = "tracking"
 
-    console: str = choice("plain", CONSOLES)
+    console: str = choice("plain", ("plain", "off"))
     tensorboard: bool = True
     wandb: str = choice("auto", ("auto", "online", "offline", "disabled"))
     wandb_project: str = "megatron_sparse"

@@ -41,8 +41,6 @@ CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then megatron-sparse build"
 MIN_PYTHON = (3, 12)
 MIN_MEMORY_GIB = 8  # two ranks of the quickstart's model and the import of torch take about 4
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-UNBOUNDED = 10_000
-"""Columns where there is no terminal; no cell is that wide."""
 
 
 def console() -> Console:
@@ -54,7 +52,7 @@ def console() -> Console:
     made = Console()
     if made.is_terminal or "COLUMNS" in os.environ:
         return made
-    return Console(width=UNBOUNDED)
+    return Console(width=10_000)  # no cell is that wide
 
 
 def table(title: str, *headers: str) -> Table:
