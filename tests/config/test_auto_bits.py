@@ -109,12 +109,6 @@ def test_other_words_are_refused(key, section, value):
     assert "auto | 8 | 4 | 3 | 2" in text
 
 
-@pytest.mark.parametrize("name", ["topk95", "topk99", "topk999"])
-def test_the_papers_settings_send_values_in_full(name):
-    config = compose([f"compression={name}"]).sparse
-    assert (config.compression.value_bits, config.scheme.sum_bits) == (None, None)
-
-
 def test_a_run_keeps_and_tells_what_auto_became(tmp_path):
     small = ["data=mock", "cluster.device=cpu"]
     for overrides, expected, told in (

@@ -82,10 +82,12 @@ def test_every_registered_scheme_composes():
         assert compose([f"scheme={name}", *pinned]).scheme.name == name
 
 
-def test_pruned_fractions_are_what_the_names_say():
+def test_the_papers_settings_prune_what_their_names_say_and_send_values_in_full():
     for name, pruned in (("topk95", 0.95), ("topk99", 0.99), ("topk999", 0.999)):
-        density = compose([f"compression={name}"]).compression.density
-        assert density == pytest.approx(1 - pruned, rel=1e-9)  # 1 - 0.999 is not 0.001 in binary
+        config = compose([f"compression={name}"]).sparse
+        # 1 - 0.999 is not 0.001 in binary.
+        assert config.compression.density == pytest.approx(1 - pruned, rel=1e-9)
+        assert (config.compression.value_bits, config.scheme.sum_bits) == (None, None)
     assert compose(["compression=dense"]).compression.enabled is False
 
 

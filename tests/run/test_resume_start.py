@@ -268,31 +268,27 @@ class TestFit:
         assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == before
 
 
-def damages(saved: Path) -> dict[str, object]:
-    """Name of a damage to what does it."""
-
-    def cut(name: str, size: int) -> None:
-        os.truncate(saved / name, size)
-
-    return {
-        "data cut": lambda: cut("__0_0.distcp", 1000),
-        "data missing": lambda: (saved / "__0_0.distcp").unlink(),
-        "metadata cut": lambda: cut(".metadata", 500),
-        "metadata missing": lambda: (saved / ".metadata").unlink(),
-        "metadata.json empty": lambda: cut("metadata.json", 0),
-        "metadata.json missing": lambda: (saved / "metadata.json").unlink(),
-        "folder missing": lambda: shutil.rmtree(saved),
-    }
-
-
 class TestPartial:
     """A checkpoint that is not complete is never the one that a run goes on from."""
 
-    @pytest.mark.parametrize("name", sorted(damages(Path())))
-    def test_the_newest_complete_one_is_taken(self, runs, name, capsys):
+    @pytest.mark.parametrize(
+        ("name", "length"),
+        [
+            *(("__0_0.distcp", 1000), (".metadata", 500), ("metadata.json", 0)),
+            *(("__0_0.distcp", None), (".metadata", None), ("metadata.json", None), ("", None)),
+        ],
+    )
+    def test_the_newest_complete_one_is_taken(self, runs, name, length, capsys):
+        """A file of the newest is cut to a length, or is missing, or its whole folder is."""
         folder = runs / "mine/checkpoints"
         assert choose(folder) == checkpoint_folder.ChosenCheckpoint(2, 2)
-        damages(checkpoint(folder, 2))[name]()
+        damaged = checkpoint(folder, 2) / name
+        if length is not None:
+            os.truncate(damaged, length)
+        elif name:
+            damaged.unlink()
+        else:
+            shutil.rmtree(damaged)
         start = start_of(runs, "resume=auto")
         assert start.iteration == 1
         preparation.make_run_dir(config_of(runs, "resume=auto"), "again", start)
