@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder
 from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
@@ -65,6 +66,14 @@ def start_of(runs: Path, *overrides: str, iterations: int = DONE) -> resume.Star
     return preparation.check_start(config, VOCAB_SIZE, in_rank=False)
 
 
+def agreed(*configs: RunConfig) -> list[tuple[RunConfig, Path] | None]:
+    """The run and the folder that each of two ranks takes, as srun would have started them."""
+    store = torch.distributed.HashStore()
+    with ExitStack() as held, ThreadPoolExecutor(2) as ranks:
+        given = configs, ["train"] * 2, [store] * 2, range(2), [held] * 2
+        return list(ranks.map(worker._agree_on_folder, *given, timeout=DEADLINE_S))
+
+
 class TestWhatIsLeft:
     """`training.resume=auto` says where it goes on."""
 
@@ -82,11 +91,7 @@ class TestWhatIsLeft:
 
     def test_nothing_for_ranks_that_srun_started(self, runs):
         config = config_of(runs, "resume=auto", "cluster.ranks_per_node=2")
-        store = torch.distributed.HashStore()
-        with ThreadPoolExecutor(2) as ranks:
-            given = [config] * 2, ["train"] * 2, [store] * 2, range(2), [ExitStack()] * 2
-            ended = ranks.map(worker._agree_on_folder, *given, timeout=DEADLINE_S)
-            assert list(ended) == [None, None]
+        assert agreed(config, config) == [None, None]
 
     def test_a_rank_0_that_does_not_answer_is_named(self, runs):
         store = torch.distributed.HashStore()
@@ -152,13 +157,9 @@ class TestSchedule:
         start = start_of(runs, "resume=must")
         monkeypatch.setattr(preparation, "preflight", lambda config, **_: VOCAB_SIZE)
         monkeypatch.setattr(preparation, "check_start", lambda *given, in_rank: start)
-        store = torch.distributed.HashStore()
         overrides = (*self.NULL, "resume=auto", "cluster.ranks_per_node=2")
-        configs = [config_of(folder, *overrides, iterations=9) for folder in (runs, runs / "far")]
-        with ExitStack() as held, ThreadPoolExecutor(2) as ranks:
-            given = configs, ["x"] * 2, [store] * 2, range(2), [held] * 2
-            agreed = list(ranks.map(worker._agree_on_folder, *given))
-        for each in agreed:
+        folders = runs, runs / "far"
+        for each in agreed(*(config_of(path, *overrides, iterations=9) for path in folders)):
             assert each is not None
             assert (each[0].compression.warmup_iters, each[0].compression.ramp_iters) == (0, 0)
             assert each[1] == runs / "mine"
