@@ -26,21 +26,24 @@ OPTIONS: dict[str, str] = {
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",
     "bench collectives --prune": "leave it out: selection is always timed",
+    "bench convergence --out": "use `bench convergence --output`",
     "bench convergence --report": "leave it out, and name the finished ones with --setting, "
     "--model and --seeds: a finished run is not repeated",
+    "bench training --out": "use `bench training --output`",
+    "calibrate --out": "use `calibrate --output`",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
+    "corpus --out": "use `corpus --output`",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
+    "profile --out": "use `profile --output`",
     "report --png": "use `report RUN`, whose page has the charts as SVG",
+    "simulate --out": "use `simulate --output`",
     "view --iteration": "use `report RUN`, or the iteration's line in breakdown.jsonl",
     "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
 """Options of a command, such as `view --output`, with the remedy; sorted."""
-OUTPUT = "--output"
-OUTPUTS = ("--out", "--csv")
-"""Former names of `--output`."""
 
 
 class Program(TyperGroup):
@@ -71,20 +74,10 @@ class Program(TyperGroup):
             former = getattr(error, "option_name", None)
             if former is None:
                 raise
-            context = error.ctx  # type: ignore[attr-defined]
-            name = f"{_in_program(context.command_path)} {former}"
-            if name in OPTIONS:
-                raise _left(name) from None
-            # `OUTPUTS` are former names only where the command has `OUTPUT`.
-            has_output = any(OUTPUT in parameter.opts for parameter in context.command.params)
-            if former not in OUTPUTS or not has_output:
+            name = f"{_in_program(error.ctx.command_path)} {former}"  # type: ignore[attr-defined]
+            if name not in OPTIONS:
                 raise
-            raise ConfigError(
-                f"{former} is now {OUTPUT}",
-                expected=f"{OUTPUT} PATH, whose ending decides the format",
-                got=former,
-                remedy=f"write {OUTPUT} in its place; `report` takes it twice",
-            ) from None
+            raise _left(name) from None
 
 
 def _in_program(command: str) -> str:

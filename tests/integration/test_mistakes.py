@@ -15,14 +15,6 @@ from megatron_sparse.run import launch
 from tests.commands import is_one_error, run
 from tests.report_runs import make_run
 
-FORMER = {
-    "--out": (
-        *("profile runs/x", "calibrate", "simulate --all", "corpus --kind code"),
-        *("bench training", "bench time-to-loss", "bench convergence"),
-    ),
-    "--csv": ("report runs/x",),
-}
-"""Former names of `--output`, with the commands that had them."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
 
 
@@ -276,11 +268,6 @@ MISTAKES = (
     # Names that have left.
     *(Mistake(f"{name} --any", f"{name} has left", RENAMED[name]) for name in RENAMED),
     *(Mistake(name, f"megatron-sparse {name} has left", OPTIONS[name]) for name in OPTIONS),
-    *(
-        Mistake(f"{command} {name} f", f"{name} is now --output", "write --output in its place")
-        for name, commands in FORMER.items()
-        for command in commands
-    ),
     # Packages that are not installed.
     Mistake("train data=mock", "megatron-sparse[train]", lacks="megatron"),
     Mistake("train data=mock", "tracking.tensorboard=false", lacks="tensorboard"),
