@@ -18,7 +18,6 @@ from megatron_sparse.run.composition import compose, load
 from tests.programs import ended
 from tests.run.fault_job import checkpoint
 
-ENGINE = ("scheme=direct", "scheme.capacity=1.5", "scheme.nccl_engine=true")
 CUDA = "cluster.device=cuda"
 
 
@@ -115,16 +114,13 @@ class TestDecide:
             preparation.decide(made(CUDA))
 
 
-class TestPreflight:
-    """Errors before the ranks start."""
-
-    def test_the_nccl_engine_on_a_cpu(self, made):
-        on_cpu = (*ENGINE, "cluster.device=cpu")
-        without = r"scheme\.nccl_engine=true without NCCL"
-        with pytest.raises(ConfigError, match=without) as caught:
-            preparation.preflight(made(*on_cpu))
-        assert caught.value.got == "cluster.device=cpu"
-        preparation.preflight(made(*on_cpu, "plugin=false"))
+def test_the_nccl_engine_on_a_cpu_is_refused_before_the_ranks_start(made):
+    engine = "scheme=direct", "scheme.capacity=1.5", "scheme.nccl_engine=true"
+    on_cpu = made(*engine, "cluster.device=cpu")
+    with pytest.raises(ConfigError, match=r"scheme\.nccl_engine=true without NCCL") as caught:
+        preparation.preflight(on_cpu)
+    assert caught.value.got == "cluster.device=cpu"
+    preparation.preflight(dataclasses.replace(on_cpu, plugin=False))
 
 
 def test_the_agents_handlers_of_signals_end_with_it(monkeypatch, tmp_path):

@@ -197,7 +197,6 @@ class TestProvenance:
 
 PROGRAM = """
 import os, sys
-from contextlib import nullcontext
 from pathlib import Path
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.rank_log import rank_log
@@ -229,6 +228,8 @@ class TestRankLog:
         out, err, log = self.run(tmp_path, 0)
         assert (out, err) == ("before\nafter\n", "")
         assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
+        _, _, log = self.run(tmp_path, 0)
+        assert log.count("from python") == 2, "a restart appends"
 
     def test_the_last_one_is_in_both(self, tmp_path):
         out, _, log = self.run(tmp_path, 1)
@@ -245,7 +246,3 @@ class TestRankLog:
         _, err, log = self.run(tmp_path, 0, "crash")
         assert "ZeroDivisionError: in the middle" in log
         assert "ZeroDivisionError: in the middle" in err
-
-    def test_a_restart_appends(self, tmp_path):
-        self.run(tmp_path, 0)
-        assert self.run(tmp_path, 0)[2].count("from python") == 2
