@@ -257,18 +257,18 @@ class RunConfig(Checked):
     def _check_gather(self) -> None:
         """Refuses `exact` and `lossy` without the distributed optimizer, and `lossy` on GPUs."""
         method = self.parameters.method
-        expected, got = "training.use_distributed_optimizer=true", None
         if not self.training.use_distributed_optimizer:
-            got = "training.use_distributed_optimizer=false"
+            key, needed, given = "training.use_distributed_optimizer", "true", "false"
         elif method == "lossy" and self.cluster.device == "cuda":
-            expected, got = "cluster.device=cpu", "cluster.device=cuda"
-        if got is not None:
-            raise ConfigError(
-                f"parameters.method={method} cannot gather this run's parameters",
-                expected=expected,
-                got=got,
-                remedy="set parameters.method=auto, or raw",
-            )
+            key, needed, given = "cluster.device", "cpu", "cuda"
+        else:
+            return
+        raise ConfigError(
+            f"parameters.method={method} cannot gather this run's parameters",
+            expected=f"{key}={needed}",
+            got=f"{key}={given}",
+            remedy="set parameters.method=auto, or raw",
+        )
 
     @property
     def sparse(self) -> SparseConfig:

@@ -372,9 +372,8 @@ def _unknown_key(key: str) -> ConfigError:
 
 
 def _wrong_type(error: ValidationError) -> ConfigError:
-    """The error for a value of another type; of a percentage it says the fraction to write."""
+    """The error for a value of another type."""
     key = str(error.full_key or "")
-    percent = re.search(r"'([\d.]+)%'", str(error))
     keys = described.every_key()
     outer = re.sub(r"[.\[][^.\[]*$", "", key)  # of an item of a list or mapping
     known = keys.get(key) or keys.get(outer)
@@ -382,7 +381,6 @@ def _wrong_type(error: ValidationError) -> ConfigError:
         f"{key or 'a section'} has the wrong type",
         expected=known.type if known else "a section of keys",
         got=_first_line(error),
-        remedy=f"write {float(percent[1]) / 100:g}" if percent else None,
     )
 
 
