@@ -64,9 +64,11 @@ def raise_file_limit() -> None:
         ConfigError: that is too few for a rank, which opens connections to all others.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_unlimited = hard == resource.RLIM_INFINITY  # which is -1, so `min` would take it
-    if is_unlimited or soft < min(hard, MANY_FILES):
-        soft = MANY_FILES if is_unlimited else min(hard, MANY_FILES)
+    if soft == resource.RLIM_INFINITY:  # which is -1, so no comparison may see it
+        return
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft < most:
+        soft = most
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < FEW_FILES:
         raise ConfigError(

@@ -93,6 +93,10 @@ def test_the_limit_of_open_files_is_raised_and_a_low_one_refused(monkeypatch):
     monkeypatch.setattr(launch.resource, "setrlimit", lambda of, to: limits.append(to))
     launch.raise_file_limit()
     assert limits[-1] == (4096, 4096)
+    for large in ((100_000, launch.resource.RLIM_INFINITY), (launch.resource.RLIM_INFINITY,) * 2):
+        limits.append(large)
+        launch.raise_file_limit()
+        assert limits[-1] == large
     limits.append((64, 64))
     with pytest.raises(ConfigError, match="may open too few files"):
         launch.raise_file_limit()
