@@ -10,21 +10,6 @@ namespace {
 
 constexpr int kMostDecodes = 16;  // of one launch, whose parameters have at most 4 KB
 
-template <bool FRESH, int MOST>
-void launch_sum(const DecodeBatch<MOST>& batch, const SumPlan& plan,
-                const cudaLaunchConfig_t& config) {
-  const int dtype = batch.call[0].value_dtype;
-  if (dtype == kFp32) {
-    cudaLaunchKernelEx(&config, sum_kernel<kFp32, FRESH, MOST>, batch, plan);
-  } else if (dtype == kBf16) {
-    cudaLaunchKernelEx(&config, sum_kernel<kBf16, FRESH, MOST>, batch, plan);
-  } else if (dtype == kFp16) {
-    cudaLaunchKernelEx(&config, sum_kernel<kFp16, FRESH, MOST>, batch, plan);
-  } else {
-    cudaLaunchKernelEx(&config, sum_kernel<kQ8, FRESH, MOST>, batch, plan);
-  }
-}
-
 template <int MOST>
 void launch_walk(const DecodeBatch<MOST>& batch, int count, const EncodeArguments* next,
                  cudaStream_t stream) {
@@ -76,11 +61,13 @@ void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan,
   const int64_t at_once = in_place ? multiprocessors() * kInPlaceBlocks : resident;
   const cudaLaunchConfig_t sum =
       grid(tiles, std::max<int64_t>(at_once / groups, 1), groups, kDecodeThreads);
-  if (fresh) {
-    launch_sum<true>(batch, plan, sum);
-  } else {
-    launch_sum<false>(batch, plan, sum);
-  }
+  // One instance serves all quantised dtypes.
+  with_constant<kFp32, kBf16, kFp16, kQ8>(calls[0].value_dtype, [&](auto value) {
+    with_constant<true, false>(fresh, [&](auto is_fresh) {
+      constexpr auto kernel = sum_kernel<decltype(value)::value, decltype(is_fresh)::value, MOST>;
+      cudaLaunchKernelEx(&sum, kernel, batch, plan);
+    });
+  });
 }
 
 }  // namespace

@@ -28,15 +28,6 @@ struct GradSource {
   }
 };
 
-template <class Value>
-void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
-                         const SpoiledBy& spoiled) {
-  const int64_t tiles = most_tiles(a.numel, a.segment_count);
-  const cudaLaunchConfig_t all = grid_for((tiles + kPlaceWarps - 1) / kPlaceWarps,
-                                          multiprocessors() * 8, kPlaceThreads, stream);
-  cudaLaunchKernelEx(&all, place_kernel<Value>, work, a, spoiled);
-}
-
 __global__ void __launch_bounds__(kCutThreads)
     cut_tiles_kernel(const __grid_constant__ TileCut cut) {
   cut_tiles(cut, blockIdx.x, gridDim.x);
@@ -57,21 +48,19 @@ void launch_cut(const EncodeArguments& a, const Workspace& work, cudaStream_t st
 
 void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
                   const SpoiledBy& spoiled) {
-  if (a.value_dtype == kFp32) {
-    launch_place_values<uint32_t>(a, work, stream, spoiled);
-  } else {
-    launch_place_values<uint16_t>(a, work, stream, spoiled);
-  }
+  const int64_t tiles = most_tiles(a.numel, a.segment_count);
+  const cudaLaunchConfig_t all = grid_for((tiles + kPlaceWarps - 1) / kPlaceWarps,
+                                          multiprocessors() * 8, kPlaceThreads, stream);
+  // Values are moved as they are: bf16 and fp16 do not differ.
+  with_constant<kFp32, kBf16>(a.value_dtype, [&](auto value) {
+    cudaLaunchKernelEx(&all, place_kernel<typename RawType<value.value>::type>, work, a, spoiled);
+  });
 }
 
 void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  if (a.grad_dtype == kFp32) {
-    launch_compact(a, GradSource<kFp32>{a.grad}, work, stream);
-  } else if (a.grad_dtype == kBf16) {
-    launch_compact(a, GradSource<kBf16>{a.grad}, work, stream);
-  } else {
-    launch_compact(a, GradSource<kFp16>{a.grad}, work, stream);
-  }
+  with_constant<kFp32, kBf16, kFp16>(a.grad_dtype, [&](auto grad) {
+    launch_compact(a, GradSource<grad.value>{a.grad}, work, stream);
+  });
 }
 
 void launch_encode(const EncodeArguments& a, void* stream_pointer, const SpoiledBy& spoiled) {

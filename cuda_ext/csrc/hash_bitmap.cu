@@ -220,11 +220,9 @@ void launch_hash_bitmap_pack(const BitmapPackArguments& call, void* stream_point
   const cudaLaunchConfig_t all =
       grid_for(bitmap_tiles(call.positions), multiprocessors() * 4, kBitmapThreads, stream);
   // bf16 and fp16 differ only in what their bits mean.
-  if (call.value_dtype == kFp32) {
-    cudaLaunchKernelEx(&all, bitmap_pack_kernel<kFp32>, call, work);
-  } else {
-    cudaLaunchKernelEx(&all, bitmap_pack_kernel<kBf16>, call, work);
-  }
+  with_constant<kFp32, kBf16>(call.value_dtype, [&](auto value) {
+    cudaLaunchKernelEx(&all, bitmap_pack_kernel<value.value>, call, work);
+  });
 }
 
 void launch_hash_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
@@ -236,13 +234,9 @@ void launch_hash_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
   const int64_t tiles = bitmap_tiles(call.positions);
   const cudaLaunchConfig_t all =
       grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);
-  if (call.value_dtype == kFp32) {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp32>, call, work, permutation);
-  } else if (call.value_dtype == kBf16) {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kBf16>, call, work, permutation);
-  } else {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp16>, call, work, permutation);
-  }
+  with_constant<kFp32, kBf16, kFp16>(call.value_dtype, [&](auto value) {
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<value.value>, call, work, permutation);
+  });
 }
 
 }  // namespace megatron_sparse

@@ -44,20 +44,10 @@ void launch_hash_map(const HashMapArguments& call, void* stream_pointer) {
   const Permutation permutation = make_permutation(call.numel, seed);
   const HashSeed words = hash_seed(seed, kDrawGeneral);
   const cudaLaunchConfig_t all = grid_of_items(call.count, kMapThreads, stream);
-  switch (call.map) {
-    case HashMap::kPermute:
-      cudaLaunchKernelEx(&all, hash_map_kernel<HashMap::kPermute>, call, permutation, words);
-      break;
-    case HashMap::kUnpermute:
-      cudaLaunchKernelEx(&all, hash_map_kernel<HashMap::kUnpermute>, call, permutation, words);
-      break;
-    case HashMap::kPartition:
-      cudaLaunchKernelEx(&all, hash_map_kernel<HashMap::kPartition>, call, permutation, words);
-      break;
-    case HashMap::kGeneral:
-      cudaLaunchKernelEx(&all, hash_map_kernel<HashMap::kGeneral>, call, permutation, words);
-      break;
-  }
+  with_constant<HashMap::kPermute, HashMap::kUnpermute, HashMap::kPartition, HashMap::kGeneral>(
+      call.map, [&](auto map) {
+        cudaLaunchKernelEx(&all, hash_map_kernel<map.value>, call, permutation, words);
+      });
 }
 
 }  // namespace megatron_sparse

@@ -1,9 +1,11 @@
-// The number of blocks of a launch, and its scratch memory; shared by the launchers.
+// The number of blocks of a launch, its scratch memory, and the choice among a kernel's instances;
+// shared by the launchers.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace megatron_sparse {
 
@@ -25,6 +27,16 @@ inline cudaLaunchConfig_t grid_for(int64_t blocks, int64_t most, int threads, cu
 // Enough blocks of `threads` for one thread an item, and no more than can be resident.
 inline cudaLaunchConfig_t grid_of_items(int64_t items, int threads, cudaStream_t stream) {
   return grid_for((items + threads - 1) / threads, multiprocessors() * 8, threads, stream);
+}
+
+// Calls launch(c), where c.value is the one of the constants that `value` equals: what templates of
+// kernels depend on. The last constant stands for all other values.
+template <auto FIRST, auto... OTHERS, class T, class Launch>
+void with_constant(T value, const Launch& launch) {
+  if constexpr (sizeof...(OTHERS) > 0) {
+    if (value != FIRST) return with_constant<OTHERS...>(value, launch);
+  }
+  launch(std::integral_constant<decltype(FIRST), FIRST>());
 }
 
 // The warps of a block, of which there are at most `most`, if items are to be spread evenly.

@@ -116,13 +116,8 @@ void launch_moves_decode(const MovesDecodeArguments* calls, int64_t count, void*
     MovesBatch batch = {};
     const MovesScratch scratch = lay_out(batch, calls + begin, here, workspace);
     cudaMemsetAsync(workspace, 0, static_cast<size_t>(scratch.zeroed_bytes), stream);
-    if (calls[0].dtype == kFp32) {
-      launch_batch<kFp32>(batch, here, stream);
-    } else if (calls[0].dtype == kBf16) {
-      launch_batch<kBf16>(batch, here, stream);
-    } else {
-      launch_batch<kFp16>(batch, here, stream);
-    }
+    with_constant<kFp32, kBf16, kFp16>(
+        calls[0].dtype, [&](auto dtype) { launch_batch<dtype.value>(batch, here, stream); });
   }
 }
 

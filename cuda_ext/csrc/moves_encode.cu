@@ -103,13 +103,8 @@ void launch_moves_encode(const MovesEncodeArguments& call, void* stream_pointer)
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const MovesEncodeWork work = lay_out_encode(call.workspace, call.numel, call.dtype);
   cudaMemsetAsync(call.workspace, 0, static_cast<size_t>(work.zeroed_bytes), stream);
-  if (call.dtype == kFp32) {
-    launch_encode_of<kFp32>(call, work, stream);
-  } else if (call.dtype == kBf16) {
-    launch_encode_of<kBf16>(call, work, stream);
-  } else {
-    launch_encode_of<kFp16>(call, work, stream);
-  }
+  with_constant<kFp32, kBf16, kFp16>(
+      call.dtype, [&](auto dtype) { launch_encode_of<dtype.value>(call, work, stream); });
 }
 
 }  // namespace megatron_sparse

@@ -24,61 +24,34 @@ Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice)
                     false, true, chunk_slots(a, rice)});
 }
 
-template <int DTYPE>
-void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
-  const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
-  const cudaLaunchConfig_t config = grid_for((tiles + kRiceWarps - 1) / kRiceWarps,
-                                             multiprocessors() * kRiceBlocks, kRiceThreads, stream);
-  cudaLaunchKernelEx(&config, rice_kernel<DTYPE>, work, call);
-}
-
 // The launches after compaction, for records with indices.
 void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
-  const cudaLaunchConfig_t config = grid_for(chunk_slots(call.encode, call.rice),
-                                             multiprocessors() * 12, kMeasureThreads, stream);
-  cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
-  switch (call.rice.dtype) {
-    case kFp32:
-      return launch_coding<kFp32>(call, work, stream);
-    case kQ8:
-      return launch_coding<kQ8>(call, work, stream);
-    case kQ4:
-      return launch_coding<kQ4>(call, work, stream);
-    case kQ3:
-      return launch_coding<kQ3>(call, work, stream);
-    case kQ2:
-      return launch_coding<kQ2>(call, work, stream);
-    default:  // bf16 and fp16 are copied
-      return launch_coding<kBf16>(call, work, stream);
-  }
-}
-
-template <int GRAD, int RESIDUAL>
-void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
+  const cudaLaunchConfig_t measuring = grid_for(chunk_slots(call.encode, call.rice),
+                                                multiprocessors() * 12, kMeasureThreads, stream);
+  cudaLaunchKernelEx(&measuring, rice_measure_kernel, work, call.encode, call.rice);
   const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
-  const cudaLaunchConfig_t config =
-      grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
-  if (call.rice.dtype == kQ8) {
-    cudaLaunchKernelEx(&config, rice_whole_kernel<GRAD, RESIDUAL, kQ8>, work, call);
-  } else {
-    cudaLaunchKernelEx(&config, rice_whole_kernel<GRAD, RESIDUAL, kQ4>, work, call);
-  }
-}
-
-template <int GRAD>
-void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
-  if (call.rice.residual_dtype == kFp32) {
-    launch_whole<GRAD, kFp32>(call, work, stream);
-  } else {
-    launch_whole<GRAD, kBf16>(call, work, stream);
-  }
+  const cudaLaunchConfig_t coding = grid_for((tiles + kRiceWarps - 1) / kRiceWarps,
+                                             multiprocessors() * kRiceBlocks, kRiceThreads, stream);
+  // bf16 and fp16 are copied.
+  with_constant<kFp32, kQ8, kQ4, kQ3, kQ2, kBf16>(call.rice.dtype, [&](auto dtype) {
+    cudaLaunchKernelEx(&coding, rice_kernel<dtype.value>, work, call);
+  });
 }
 
 // The launch after the cut, without indices.
 void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
-  if (call.encode.grad_dtype == kFp32) launch_whole<kFp32>(call, work, stream);
-  if (call.encode.grad_dtype == kBf16) launch_whole<kBf16>(call, work, stream);
-  if (call.encode.grad_dtype == kFp16) launch_whole<kFp16>(call, work, stream);
+  const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
+  const cudaLaunchConfig_t config =
+      grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
+  with_constant<kFp32, kBf16, kFp16>(call.encode.grad_dtype, [&](auto grad) {
+    with_constant<kFp32, kBf16>(call.rice.residual_dtype, [&](auto residual) {
+      with_constant<kQ8, kQ4>(call.rice.dtype, [&](auto dtype) {
+        constexpr auto kernel = rice_whole_kernel<decltype(grad)::value, decltype(residual)::value,
+                                                  decltype(dtype)::value>;
+        cudaLaunchKernelEx(&config, kernel, work, call);
+      });
+    });
+  });
 }
 
 }  // namespace

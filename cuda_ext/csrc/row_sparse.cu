@@ -66,13 +66,9 @@ void launch_row_sparse_sum(const RowSumArguments& call, void* stream_pointer) {
   cudaLaunchKernelEx(&checks, row_sum_check_kernel, call);
   if (call.segments * call.width == 0) return;
   const cudaLaunchConfig_t items = grid_of_items(call.segments * call.width, kRowThreads, stream);
-  if (call.dtype == kFp32) {
-    cudaLaunchKernelEx(&items, row_sum_kernel<kFp32>, call);
-  } else if (call.dtype == kBf16) {
-    cudaLaunchKernelEx(&items, row_sum_kernel<kBf16>, call);
-  } else {
-    cudaLaunchKernelEx(&items, row_sum_kernel<kFp16>, call);
-  }
+  with_constant<kFp32, kBf16, kFp16>(call.dtype, [&](auto dtype) {
+    cudaLaunchKernelEx(&items, row_sum_kernel<dtype.value>, call);
+  });
 }
 
 }  // namespace megatron_sparse
