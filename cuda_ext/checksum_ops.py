@@ -22,7 +22,7 @@ def seal_(message: torch.Tensor, records: int, slots: torch.Tensor | None = None
         slots: int64 on the message's device, where records begin, as in `Segments`; None for back
             to back.
     """
-    call("seal_", message, records, slots)
+    call("add_payload_sums_", message, records, None, slots)
 
 
 def payload_sums(
@@ -43,6 +43,6 @@ def payload_sums(
         tensor([0])
     """
     sums = torch.zeros(len(messages) * records, dtype=torch.int64, device=messages[0].device)
-    for number, message in enumerate(messages):
-        call("payload_sums_", sums[number * records : (number + 1) * records], message, slots)
+    for message, own_sums in zip(messages, sums.view(len(messages), records), strict=True):
+        call("add_payload_sums_", message, records, own_sums, slots)
     return sums

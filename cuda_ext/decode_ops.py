@@ -9,13 +9,7 @@ from functools import partial
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda
-from megatron_sparse.cuda_ext.arguments import (
-    call,
-    check_device,
-    check_flat,
-    check_message_dtype,
-    refusal,
-)
+from megatron_sparse.cuda_ext.arguments import call, refusal
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.record_spec import Expected
@@ -52,9 +46,7 @@ def decode_add_(
         WireFormatError: names the rank and the field of the message that is wrong.
         ExtensionError: the other arguments do not fit together.
     """
-    offsets, *places = _tables("decode_add_", acc_M, [message], expected)  # slots and sums
-    value_dtype, step = expected.value_dtype, expected.step
-    status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, *places)
+    status = _decode_(acc_M, [message], expected, base, fresh=fresh, is_sum=False)
     check = partial(_check_status, acc_M, base, expected)
     if reports is None:
         check(status.cpu())
@@ -100,10 +92,7 @@ def decode_sum_(
     if not messages or len(messages) != len(ranks):
         got = f"{len(messages)} messages of {len(ranks)} ranks"
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
-    offsets, *places = _tables("decode_sum_", acc_M, messages, expected)  # slots and sums
-    value_dtype, step = expected.value_dtype, expected.step
-    arguments = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
-    statuses = call("decode_sum_", *arguments)
+    statuses = _decode_(acc_M, messages, expected, base, fresh=fresh, is_sum=True)
     if reports is None:
         statuses = statuses.cpu()  # one copy, of a row for each message
     for rank, status in zip(ranks, statuses.view(len(ranks), -1), strict=True):
@@ -114,27 +103,38 @@ def decode_sum_(
             reports.add(status, check)
 
 
-def _tables(
-    op: str, acc_M: torch.Tensor, messages: Sequence[torch.Tensor], expected: Expected
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Checks a decoder's arguments and brings its tables to the accumulator's device.
+def _decode_(
+    acc_M: torch.Tensor,
+    messages: Sequence[torch.Tensor],
+    expected: Expected,
+    base: int,
+    *,
+    fresh: bool,
+    is_sum: bool,
+) -> torch.Tensor:
+    """Calls the native op, with its tables on the accumulator's device; returns the statuses.
 
-    Returns:
-        The segments' offsets; the slots, or None for records back to back; and the sums of the
-        payloads of all records, or None where records are not sealed.
+    The op checks the arguments, but on CUDA not what the slots hold.
     """
-    check_flat(op, "acc", acc_M, (torch.float32,))
-    on_cuda = check_device(op, "acc", acc_M) == "cuda"
-    for message in messages:
-        check_flat(op, "message", message, (torch.uint8,), device=acc_M.device)
-    check_message_dtype(op, expected.value_dtype)
-    offsets, slots = expected.segment_offsets, expected.slots
+    offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1
-    if on_cuda:
-        check_slots(op, slots, records, None)
-    slots = codec_cuda.on_device(slots, acc_M.device)
+    if acc_M.is_cuda:
+        check_slots("decode_sum_" if is_sum else "decode_add_", slots, records, None)
+    slots = codec_cuda.on_device(slots, device)
     sums = payload_sums(messages, records, slots) if expected.checksum else None
-    return codec_cuda.on_device(offsets, acc_M.device), slots, sums
+    return call(
+        "decode_",
+        acc_M,
+        list(messages),
+        codec_cuda.on_device(offsets, device),
+        expected.value_dtype,
+        expected.step,
+        base,
+        fresh,
+        is_sum,
+        slots,
+        sums,
+    )
 
 
 def _check_status(acc_M: torch.Tensor, base: int, expected: Expected, status: torch.Tensor) -> None:

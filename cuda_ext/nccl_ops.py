@@ -17,11 +17,10 @@ from functools import cached_property
 import torch
 
 from megatron_sparse.cuda_ext import codec_cuda
-from megatron_sparse.cuda_ext.arguments import call, check_flat, refusal
+from megatron_sparse.cuda_ext.arguments import call
 from megatron_sparse.cuda_ext.decode_ops import refuse_message
 from megatron_sparse.cuda_ext.record_spec import Expected
 
-OP = "nccl_sparse_sum"
 MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
 """The stages between the events that `nccl_sparse_sum` records."""
 
@@ -232,14 +231,9 @@ def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.
     Raises:
         ExtensionError: tensors that do not fit together.
     """
-    if summed.acc_N.device.type != "cuda":
-        raise refusal(OP, "acc is on the wrong device", "cuda", summed.acc_N.device)
     plan, device = summed.plan, summed.acc_N.device
-    check_flat(OP, "acc", summed.acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
-    for name in ("message", "received", "sums"):
-        check_flat(OP, name, getattr(summed, name), (torch.uint8,), device=device)
     return call(
-        OP,
+        "nccl_sparse_sum",
         summed.acc_N,
         summed.received,
         summed.sums,

@@ -179,8 +179,6 @@ def encode(
     elif nnz_S is not None:
         count = segments.dense.numel()
         check_flat(op, "nnz", nnz_S, (torch.int64,), count, CPU if on_cpu else None)
-    elif on_cpu:
-        raise refusal(op, "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
     # On CUDA the encoder counts too; its counts are compared below.
     report = call(op, grad_N, *record_arguments, nnz_S if on_cpu else None, residual_N)
     sizes_S, found_S = _results(op, report, segments, spec, out, reports)
@@ -359,7 +357,7 @@ def sample_threshold(
         Limits(thresholds=tensor([2.]), tie_chances=tensor([0.5000]), ties=tensor([2]))
     """
     op, device = "sample_threshold", grad_N.device
-    # On CUDA the compiled op, which checks the other arguments, does not read these tables.
+    # The compiled op, which checks the other arguments, does not check what these tables hold.
     check_offsets(op, "range_offsets", range_offsets, grad_N.numel())
     check_flat(op, "densities", densities_R, (torch.float32,), range_offsets.numel() - 1, CPU)
     if not bool((densities_R > 0).all()):

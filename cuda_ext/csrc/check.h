@@ -54,14 +54,10 @@ inline void refuse_entry(const char* name, int64_t position, int64_t limit, int6
   MS_CHECK(false, name << " is out of range at position " << position, "0 to " << limit - 1, got);
 }
 
-inline bool is_beside(const Tensor& tensor, const Tensor& other) {
-  return tensor.is_cpu() == other.is_cpu() &&
-         (tensor.is_cpu() || tensor.get_device_index() == other.get_device_index());
-}
-
 inline void check_beside(const Tensor& tensor, const Tensor& other, std::string_view name) {
-  MS_CHECK(is_beside(tensor, other), name << " is on the wrong device", "the device of the others",
-           "another");
+  MS_CHECK(tensor.is_cpu() == other.is_cpu() &&
+               (tensor.is_cpu() || tensor.get_device_index() == other.get_device_index()),
+           name << " is on the wrong device", "the device of the others", "another");
 }
 
 inline void check_flat(const Tensor& tensor, std::string_view name) {
@@ -77,6 +73,21 @@ inline void check_vector(const Tensor& tensor, std::string_view name, ScalarType
            "scalar type " << static_cast<int>(tensor.scalar_type()));
   MS_CHECK(numel < 0 || tensor.numel() == numel, name << " has the wrong length", numel,
            tensor.numel());
+}
+
+// Likewise, on the device of another tensor.
+inline void check_vector(const Tensor& tensor, std::string_view name, ScalarType dtype,
+                         int64_t numel, const Tensor& other) {
+  check_vector(tensor, name, dtype, numel);
+  check_beside(tensor, other, name);
+}
+
+// An int64 table beside another tensor, whose content is not read; null without one.
+inline int64_t* check_table(const std::optional<Tensor>& table, std::string_view name,
+                            int64_t numel, const Tensor& other) {
+  if (!table.has_value()) return nullptr;
+  check_vector(*table, name, ScalarType::Long, numel, other);
+  return static_cast<int64_t*>(table->mutable_data_ptr());
 }
 
 inline void check_dtype_code(int64_t code, std::string_view name) {

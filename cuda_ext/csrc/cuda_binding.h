@@ -43,6 +43,10 @@ inline const int64_t* entries_of(const Tensor& tensor) {
   return static_cast<const int64_t*>(tensor.const_data_ptr());
 }
 
+inline const int64_t* entries_or_null(const std::optional<Tensor>& table) {
+  return table.has_value() ? entries_of(*table) : nullptr;
+}
+
 // Copies words to the host and waits for them, which waits for everything launched before.
 inline std::vector<int64_t> read_words(const int64_t* words, int64_t count, void* stream) {
   std::vector<int64_t> read(count);

@@ -33,22 +33,17 @@ void* kept_scratch(int64_t bytes) {
 }  // namespace
 
 EncodeCall::EncodeCall(const EncodeRequest& request) : EncodeRequest(request) {
-  const auto name = [&](const char* what) { return std::string(op) + ": " + what; };
-  offsets = check_offsets(segment_offsets, name("segment_offsets"));
-  check_cut(offsets, segment_count(), grad.numel(), name("segment_offsets"));
+  offsets = static_cast<const int64_t*>(segment_offsets.const_data_ptr());
   kinds = static_cast<const uint8_t*>(segment_kinds.const_data_ptr());
   int64_t needed = scratch_bytes(offsets, segment_count(), value_bytes(), span());
   for (int64_t s = 0; s < segment_count(); ++s) {
     MS_CHECK(numel(s) <= kMaxSegmentNumel, op << ": segment " << s << " is too long",
              "at most 2^31 - 1 elements", numel(s));
-    MS_CHECK(
-        is_rice() ? is_kept(s) || kinds[s] == kKindRice : is_staged_kind(kinds[s], block_size != 0),
-        op << ": the kind of segment " << s << " is unknown", "a RecordKind", int{kinds[s]});
     for (int64_t left = is_rice() ? numel(s) : 0; left > 0; left -= span()) {
       needed += 4 * index_room_words(std::min(left, span()));
     }
   }
-  place = check_slots(slots, segment_count(), name("slots"));
+  place = check_slots(slots, segment_count(), std::string(op) + ": slots");
   scratch = kept_scratch(needed);
 }
 
@@ -97,6 +92,19 @@ std::vector<StageChunk> cut(const EncodeCall& call) {
   return cut_chunks(call.offsets, call.segment_count(), call.value_bytes(), call.scratch);
 }
 
+// Calls stage(chunk, values), which puts a chunk's values there. The chunks that one thread stages
+// in a row pack them back to back.
+template <class Stage>
+void stage_all(std::vector<StageChunk>& chunks, int64_t value_bytes, Stage stage) {
+  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
+    uint8_t* values = chunks[begin].slot;
+    for (int64_t c = begin; c < end; ++c) {
+      stage(chunks[c], values);
+      values += chunks[c].nnz * value_bytes;
+    }
+  });
+}
+
 // The counts of all segments, with those of the blocks, if there are any.
 std::vector<SegmentCount> count_all(const EncodeCall& call, std::vector<StageChunk>& chunks) {
   const int64_t blocks_in = call.block_size == 0 ? 0 : chunks.size();
@@ -139,18 +147,13 @@ Tensor encode_cpu(const EncodeRequest& request) {
   const int grad_dtype = dtype_code(call.grad, "encode: grad"), dtype = staged_dtype(call.dtype());
   const char* data = static_cast<const char*>(call.grad.const_data_ptr());
   const int64_t grad_bytes = dtype_bytes(grad_dtype), value_bytes = call.value_bytes();
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
-    uint8_t* values = chunks[begin].slot;
-    for (int64_t c = begin; c < end; ++c) {
-      StageChunk& chunk = chunks[c];
-      if (records[chunk.segment].kind == kKindDense) continue;
-      chunk.values = values;
-      chunk.nnz =
-          kernel.stage[grad_dtype][dtype](data + chunk.begin * grad_bytes, chunk.end - chunk.begin,
-                                          {chunk.words, nullptr, 0, values});
-      clear_words_behind(chunk);
-      values += chunk.nnz * value_bytes;
-    }
+  stage_all(chunks, value_bytes, [&](StageChunk& chunk, uint8_t* values) {
+    if (records[chunk.segment].kind == kKindDense) return;
+    chunk.values = values;
+    chunk.nnz =
+        kernel.stage[grad_dtype][dtype](data + chunk.begin * grad_bytes, chunk.end - chunk.begin,
+                                        {chunk.words, nullptr, 0, values});
+    clear_words_behind(chunk);
   });
   found = count_all(call, chunks);
   for (int64_t s = 0; s < call.segment_count(); ++s) {
@@ -175,13 +178,8 @@ Tensor prune_encode_cpu(const EncodeRequest& request, const PruneRequest& prunin
   call.check_room([&](int64_t s) { return capacity.of(s, call.numel(s)); });
   if (call.is_rice()) return prune_encode_rice(call, pass, capacity);
   std::vector<StageChunk> chunks = cut(call);
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
-    uint8_t* values = chunks[begin].slot;
-    for (int64_t c = begin; c < end; ++c) {
-      pass.stage(chunks[c], values);
-      values += chunks[c].nnz * call.value_bytes();
-    }
-  });
+  stage_all(chunks, call.value_bytes(),
+            [&](StageChunk& chunk, uint8_t* values) { pass.stage(chunk, values); });
   pass.limit(chunks, call.segment_count(), capacity);
   std::vector<Record> records = plan_records(call, count_all(call, chunks));
   return write_records(call, records, chunks, [&](const StageChunk& chunk, const Record& record) {

@@ -10,7 +10,7 @@
 
 namespace megatron_sparse {
 
-// A request whose tables are right, too.
+// A request whose sizes are right, too.
 struct EncodeCall : EncodeRequest {
   explicit EncodeCall(const EncodeRequest& request);
 

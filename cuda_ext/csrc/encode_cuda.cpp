@@ -9,10 +9,6 @@
 namespace megatron_sparse {
 namespace {
 
-const int64_t* entries_or_null(const std::optional<Tensor>& table) {
-  return table.has_value() ? entries_of(*table) : nullptr;
-}
-
 RiceArguments rice_of(const EncodeRequest& r, const PruneArguments* pruning) {
   RiceArguments rice = {r.dtype(),
                         static_cast<int>(r.log2_span),

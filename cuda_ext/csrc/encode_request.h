@@ -1,5 +1,6 @@
 // What the encoders of all formats are asked for, on the CPU and on CUDA: one order of arguments,
-// and the checks that read no table's content. library.cpp has the schemas.
+// and their checks. The caller has checked the tables of segments, which may lie on a device, and
+// value_dtype. library.cpp has the schemas.
 #pragma once
 
 #include <optional>
@@ -37,38 +38,20 @@ inline void check_encode(const EncodeRequest& r) {
   const int64_t numel = r.grad.numel(), segments = r.segment_count();
   check_flat(r.grad, name("grad"));
   dtype_code(r.grad, name("grad"));
-  check_vector(r.segment_kinds, name("segment_kinds"), ScalarType::Byte, -1);
-  check_vector(r.segment_offsets, name("segment_offsets"), ScalarType::Long, segments + 1);
-  check_vector(r.out, name("out"), ScalarType::Byte, -1);
-  bool beside = true;
-  for (const Tensor* each : {&r.segment_kinds, &r.segment_offsets, &r.out}) {
-    beside &= is_beside(*each, r.grad);
+  check_vector(r.out, name("out"), ScalarType::Byte, -1, r.grad);
+  check_table(r.slots, name("slots"), segments + 1, r.grad);
+  check_table(r.nnz, name("nnz"), segments, r.grad);
+  check_table(r.capacity, name("capacity"), segments, r.grad);
+  if (r.residual.has_value()) {
+    check_vector(*r.residual, name("residual"), ScalarType::Float, numel, r.grad);
   }
-  const auto check_given = [&](const std::optional<Tensor>& table, const char* what,
-                               ScalarType dtype, int64_t size) {
-    if (!table.has_value()) return;
-    check_vector(*table, name(what), dtype, size);
-    beside &= is_beside(*table, r.grad);
-  };
-  check_given(r.slots, "slots", ScalarType::Long, segments + 1);
-  check_given(r.nnz, "nnz", ScalarType::Long, segments);
-  check_given(r.residual, "residual", ScalarType::Float, numel);
-  check_given(r.capacity, "capacity", ScalarType::Long, segments);
-  MS_CHECK(beside, name("a tensor is on the wrong device"), "all on grad's device", "another");
-  MS_CHECK(numel <= kMaxNumel, name("grad is too long"), "at most 2^40 elements", numel);
-  MS_CHECK(segments > 0 || numel == 0, name("segment_kinds is empty"), "one for each segment", 0);
-  MS_CHECK(segments < int64_t{1} << 31, name("there are too many segments"), "fewer than 2^31",
-           segments);
   MS_CHECK(r.step >= 0, name("step is out of range"), "0 or more", r.step);
   if (r.is_rice()) {
-    check_message_dtype(r.value_dtype, name("value_dtype"));
     MS_CHECK(r.log2_span >= kLeastSpan && r.log2_span <= kMostSpan,
              name("log2_span is out of range"), kLeastSpan << " to " << kMostSpan, r.log2_span);
     MS_CHECK(!r.without_indices || r.value_dtype == kQ8 || r.value_dtype == kQ4,
              name("a value of every element needs other values"), "3 (q8) or 4 (q4)",
              r.value_dtype);
-  } else {
-    check_dtype_code(r.value_dtype, name("value_dtype"));
   }
   MS_CHECK(r.block_size == 0 || is_block_size(r.block_size), name("block_size does not fit"),
            "0, or a power of two from 64 to 4096", r.block_size);

@@ -13,11 +13,10 @@ inline BitmapPackArguments check_bitmap_pack(const Tensor& values, const Tensor&
   check_flat(values, "hash_bitmap_pack: values");
   const int64_t positions = values.numel();
   const int dtype = dtype_code(values, "hash_bitmap_pack: values");
-  check_vector(words, "hash_bitmap_pack: words", ScalarType::Byte, 8 * ((positions + 63) / 64));
-  check_vector(packed, "hash_bitmap_pack: packed", ScalarType::Byte,
-               positions * dtype_bytes(dtype));
-  check_beside(words, values, "hash_bitmap_pack: words");
-  check_beside(packed, values, "hash_bitmap_pack: packed");
+  check_vector(words, "hash_bitmap_pack: words", ScalarType::Byte, 8 * ((positions + 63) / 64),
+               values);
+  check_vector(packed, "hash_bitmap_pack: packed", ScalarType::Byte, positions * dtype_bytes(dtype),
+               values);
   return {values.const_data_ptr(),
           dtype,
           positions,
@@ -33,28 +32,26 @@ inline BitmapArguments check_bitmap_add(const Tensor& acc, const Tensor& words,
                                         int64_t partition, int64_t partitions, int64_t seed,
                                         const std::optional<Tensor>& index_set) {
   check_vector(acc, "hash_bitmap_add_: acc", ScalarType::Float, -1);
-  check_beside(words, acc, "hash_bitmap_add_: words");
-  check_beside(values, acc, "hash_bitmap_add_: values");
   BitmapArguments call = {};
   call.numel = acc.numel();
   check_hash(call.numel, partitions, "hash_bitmap_add_");
-  check_partition(partition, partitions, "hash_bitmap_add_");
+  MS_CHECK(partition >= 0 && partition < partitions, "hash_bitmap_add_: partition is out of range",
+           "0 to " << partitions - 1, partition);
   call.first = partition_begin(call.numel, partitions, partition);
   call.positions = partition_begin(call.numel, partitions, partition + 1) - call.first;
   if (index_set.has_value()) {
-    check_vector(*index_set, "hash_bitmap_add_: index_set", ScalarType::Int, -1);
-    check_beside(*index_set, acc, "hash_bitmap_add_: index_set");
+    check_vector(*index_set, "hash_bitmap_add_: index_set", ScalarType::Int, -1, acc);
     call.set = static_cast<const int32_t*>(index_set->const_data_ptr());
     call.positions = index_set->numel();
   }
-  check_vector(words, "hash_bitmap_add_: words", ScalarType::Byte,
-               8 * ((call.positions + 63) / 64));
+  check_vector(words, "hash_bitmap_add_: words", ScalarType::Byte, 8 * ((call.positions + 63) / 64),
+               acc);
   MS_CHECK(nnz >= 0 && nnz <= call.positions, "hash_bitmap_add_: nnz is out of range",
            "0 to " << call.positions, nnz);
   check_dtype_code(value_dtype, "hash_bitmap_add_: value_dtype");
   call.value_dtype = static_cast<int>(value_dtype);
   check_vector(values, "hash_bitmap_add_: values", ScalarType::Byte,
-               nnz * dtype_bytes(call.value_dtype));
+               nnz * dtype_bytes(call.value_dtype), acc);
   call.words = static_cast<const uint32_t*>(words.const_data_ptr());
   call.nnz = nnz;
   call.seed = seed;

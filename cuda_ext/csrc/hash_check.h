@@ -30,12 +30,16 @@ inline const char* entries_of_map(HashMap map) {
   return map == HashMap::kUnpermute ? "hash_map: positions" : "hash_map: elements";
 }
 
-inline void check_entry_count(int64_t count, const char* name) {
-  MS_CHECK(count <= kMaxSegmentNumel, name << " is too long", "below 2^31", count);
-}
-
-inline void check_hash_memory(int64_t partitions, int64_t parallel_slots, int64_t serial_slots,
+// What entries hold is not read.
+inline void check_hash_memory(const Tensor& indices, const Tensor& partition_of, int64_t numel,
+                              int64_t partitions, int64_t parallel_slots, int64_t serial_slots,
                               int64_t rehashes) {
+  check_hash(numel, partitions, "hierarchical_hash");
+  const int64_t count = indices.numel();
+  check_vector(indices, "hierarchical_hash: indices", ScalarType::Long, -1);
+  check_vector(partition_of, "hierarchical_hash: partition_of", ScalarType::Long, count, indices);
+  MS_CHECK(count <= kMaxSegmentNumel, "hierarchical_hash: indices is too long", "below 2^31",
+           count);
   MS_CHECK(parallel_slots >= 1 && parallel_slots <= kMaxSegmentNumel && serial_slots >= 0 &&
                serial_slots <= kMaxSegmentNumel &&
                (parallel_slots + serial_slots) * partitions <= kMaxSlots,
@@ -44,11 +48,6 @@ inline void check_hash_memory(int64_t partitions, int64_t parallel_slots, int64_
            parallel_slots << " + " << serial_slots << " slots in " << partitions << " partitions");
   MS_CHECK(rehashes >= 1 && rehashes <= kMaxRehashes, "hierarchical_hash: rehashes is out of range",
            "1 to 64", rehashes);
-}
-
-inline void check_partition(int64_t partition, int64_t partitions, const char* op) {
-  MS_CHECK(partition >= 0 && partition < partitions, op << ": partition is out of range",
-           "0 to " << partitions - 1, partition);
 }
 
 // An int64 vector on the CPU whose entries are in [0, limit).

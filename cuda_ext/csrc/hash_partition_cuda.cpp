@@ -38,13 +38,9 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
                                                     int64_t partitions, int64_t parallel_slots,
                                                     int64_t serial_slots, int64_t rehashes,
                                                     int64_t seed) {
-  check_hash(numel, partitions, "hierarchical_hash");
+  check_hash_memory(indices, partition_of, numel, partitions, parallel_slots, serial_slots,
+                    rehashes);
   const int64_t count = indices.numel();
-  check_vector(indices, "hierarchical_hash: indices", ScalarType::Long, -1);
-  check_vector(partition_of, "hierarchical_hash: partition_of", ScalarType::Long, count);
-  check_beside(partition_of, indices, "hierarchical_hash: partition_of");
-  check_entry_count(count, "hierarchical_hash: indices");
-  check_hash_memory(partitions, parallel_slots, serial_slots, rehashes);
   torch::stable::accelerator::DeviceGuard guard(indices.get_device_index());
   const Tensor entries = new_words(indices, count);
   const Tensor offsets = new_words(indices, partitions + 1);

@@ -25,58 +25,31 @@ struct Waiting {  // an entry that found the serial memory of its partition full
   uint32_t entry;
 };
 
-// x and its counters. `place` may be called by many threads at once; every entry ends up in one
-// slot or in the caller's list.
-class HashMemory {
- public:
-  HashMemory(int64_t partitions, int64_t parallel_slots, int64_t serial_slots, int64_t rehashes,
-             uint64_t seed)
-      : parallel_(parallel_slots),
-        stride_(parallel_slots + serial_slots),
-        slots_(partitions * stride_),
-        serial_(partitions) {
-    for (int64_t i = 0; i < rehashes; ++i) {
-      seeds_.push_back(hash_seed(seed, kDrawSlot + static_cast<uint64_t>(i)));
-    }
-  }
+// x and its counters.
+struct HashMemory {
+  int64_t parallel;  // r1
+  int64_t stride;    // r1 + r2
+  std::vector<HashSeed> seeds;
+  std::vector<Slot> slots;                   // [partitions][stride]
+  std::vector<std::atomic<int64_t>> serial;  // [partitions], tickets given
 
+  // May be called by many threads at once; every entry ends up in one slot or in the caller's list.
   void place(int64_t partition, uint32_t index, uint32_t entry, std::vector<Waiting>& waiting) {
-    Slot* memory = slots_.data() + partition * stride_;
-    for (const HashSeed& seed : seeds_) {
-      Slot& slot = memory[scale_hash(hash_at(seed, index), static_cast<uint32_t>(parallel_))];
+    Slot* memory = slots.data() + partition * stride;
+    for (const HashSeed& seed : seeds) {
+      Slot& slot = memory[scale_hash(hash_at(seed, index), static_cast<uint32_t>(parallel))];
       uint32_t found = slot.load(std::memory_order_relaxed);
       if (found == 0 && slot.compare_exchange_strong(found, entry + 1, std::memory_order_relaxed)) {
         return;
       }
     }
-    const int64_t ticket = serial_[partition].fetch_add(1, std::memory_order_relaxed);
-    if (ticket < stride_ - parallel_) {
-      memory[parallel_ + ticket].store(entry + 1, std::memory_order_relaxed);
+    const int64_t ticket = serial[partition].fetch_add(1, std::memory_order_relaxed);
+    if (ticket < stride - parallel) {
+      memory[parallel + ticket].store(entry + 1, std::memory_order_relaxed);
     } else {
       waiting.push_back({partition, ticket, entry});
     }
   }
-
-  // Calls body(entry) for every used slot of a partition.
-  template <class Body>
-  void for_each_entry(int64_t partition, const Body& body) const {
-    const Slot* memory = slots_.data() + partition * stride_;
-    for (int64_t i = 0; i < stride_; ++i) {
-      const uint32_t found = memory[i].load(std::memory_order_relaxed);
-      if (found != 0) body(found - 1);
-    }
-  }
-
-  int64_t serial_count(int64_t partition) const {
-    return serial_[partition].load(std::memory_order_relaxed);
-  }
-
- private:
-  int64_t parallel_;
-  int64_t stride_;
-  std::vector<Slot> slots_;
-  std::vector<std::atomic<int64_t>> serial_;
-  std::vector<HashSeed> seeds_;
 };
 
 std::tuple<Tensor, Tensor, Tensor> hash_memory_cpu(const Tensor& indices,
@@ -84,18 +57,23 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cpu(const Tensor& indices,
                                                    int64_t partitions, int64_t parallel_slots,
                                                    int64_t serial_slots, int64_t rehashes,
                                                    int64_t seed) {
-  check_hash(numel, partitions, "hierarchical_hash");
+  check_hash_memory(indices, partition_of, numel, partitions, parallel_slots, serial_slots,
+                    rehashes);
   const int64_t count = indices.numel();
   const int64_t* index = check_entries(indices, "hierarchical_hash: indices", numel);
   const int64_t* partition =
       check_entries(partition_of, "hierarchical_hash: partition_of", partitions);
-  check_entry_count(count, "hierarchical_hash: indices");
-  MS_CHECK(partition_of.numel() == count, "hierarchical_hash: partition_of has the wrong length",
-           count, partition_of.numel());
-  check_hash_memory(partitions, parallel_slots, serial_slots, rehashes);
 
-  HashMemory memory(partitions, parallel_slots, serial_slots, rehashes,
-                    static_cast<uint64_t>(seed));
+  const int64_t stride = parallel_slots + serial_slots;
+  HashMemory memory = {parallel_slots,
+                       stride,
+                       {},
+                       std::vector<Slot>(partitions * stride),
+                       std::vector<std::atomic<int64_t>>(partitions)};
+  for (int64_t i = 0; i < rehashes; ++i) {
+    memory.seeds.push_back(
+        hash_seed(static_cast<uint64_t>(seed), kDrawSlot + static_cast<uint64_t>(i)));
+  }
   const int64_t chunks = (count + kHashChunk - 1) / kHashChunk;
   std::vector<std::vector<Waiting>> waiting(chunks);
   for_each_chunk(count, kHashChunk, [&](int64_t chunk, int64_t begin, int64_t end) {
@@ -109,9 +87,9 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cpu(const Tensor& indices,
   std::vector<int64_t> grown_begin(partitions + 1, 0);
   int64_t serial = 0;
   for (int64_t p = 0; p < partitions; ++p) {
-    serial += memory.serial_count(p);
-    grown_begin[p + 1] =
-        grown_begin[p] + std::max<int64_t>(memory.serial_count(p) - serial_slots, 0);
+    const int64_t tickets = memory.serial[p];
+    serial += tickets;
+    grown_begin[p + 1] = grown_begin[p] + std::max<int64_t>(tickets - serial_slots, 0);
   }
   std::vector<uint32_t> grown(grown_begin[partitions]);
   for (const std::vector<Waiting>& list : waiting) {
@@ -128,7 +106,10 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cpu(const Tensor& indices,
   };
   for_each(partitions, [&](int64_t p) {
     std::vector<uint64_t>& keys = extracted[p];
-    memory.for_each_entry(p, [&](uint32_t entry) { keys.push_back(key_of(entry)); });
+    for (int64_t i = p * stride; i < (p + 1) * stride; ++i) {
+      const uint32_t found = memory.slots[i].load(std::memory_order_relaxed);
+      if (found != 0) keys.push_back(key_of(found - 1));
+    }
     for (int64_t i = grown_begin[p]; i < grown_begin[p + 1]; ++i) keys.push_back(key_of(grown[i]));
     std::sort(keys.begin(), keys.end());
   });

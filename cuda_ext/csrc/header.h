@@ -30,6 +30,15 @@ inline constexpr uint8_t kVersion = 2;
 inline constexpr int64_t kHeaderBytes = sizeof(Header);
 inline constexpr int64_t kMaxSegmentNumel = (int64_t{1} << 31) - 1;
 
+// Entry k of an array of T that may lie at any address.
+template <class T>
+MS_INLINE T read_at(const void* from, int64_t k = 0) {
+  T value;
+  memcpy(&value, static_cast<const char*>(from) + k * static_cast<int64_t>(sizeof value),
+         sizeof value);
+  return value;
+}
+
 MS_INLINE int64_t pad16(int64_t bytes) {
   return (bytes + 15) & ~int64_t{15};
 }

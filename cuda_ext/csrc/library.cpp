@@ -22,11 +22,9 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "Tensor? slots, Tensor(b!) residual, Tensor range_offsets, Tensor thresholds, "
       "Tensor? tie_chances, float leak, int key, Tensor? capacity=None) -> Tensor");
   m.def(
-      "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
-      "int step, int base, bool fresh=False, Tensor? slots=None, Tensor? sums=None) -> Tensor");
-  m.def(
-      "decode_sum_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
-      "int step, int base, bool fresh=True, Tensor? slots=None, Tensor? sums=None) -> Tensor");
+      "decode_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
+      "int step, int base, bool fresh, bool is_sum, Tensor? slots=None, Tensor? sums=None) "
+      "-> Tensor");
   m.def("supported_isas() -> str");
   m.def("choose_isa(str name) -> ()");
 }

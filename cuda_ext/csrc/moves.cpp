@@ -1,12 +1,11 @@
 // Records of how far parameters moved, on the CPU; docs/parameters.md specifies them. Python
-// (formats/moves.py) checks the header before it calls the decoder.
+// (formats/moves.py) checks the tensors, and the headers before it calls the decoder.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
 #include <memory>
 #include <mutex>
 
-#include "moves_check.h"
 #include "moves_record.h"
 #include "record_checksum.h"
 
@@ -129,7 +128,7 @@ int64_t moves_room(int64_t numel, int64_t dtype) {
 
 // Returns the record's bytes, one int64.
 Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
-  const int dtype = check_moves_encode(old, now, out);
+  const int dtype = dtype_code(now, "moves_encode: new");
   const int64_t numel = now.numel();
   const Numbers numbers = {static_cast<const uint8_t*>(old.const_data_ptr()),
                            static_cast<const uint8_t*>(now.const_data_ptr()), numel, dtype};
@@ -161,7 +160,7 @@ int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out
   return first_bad(record.chunks, 1, [&](int64_t c) {
     const uint8_t* chunk = record.data + record.offsets[c];
     const int64_t bytes = record.offsets[c + 1] - record.offsets[c], count = record.count(c);
-    const int64_t at = record.first(c) * value_bytes;
+    const int64_t at = c * kRansChunk * value_bytes;
     if (record.is_raw(c)) {
       std::memcpy(out + at, chunk, count * value_bytes);
       return false;
@@ -188,9 +187,7 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
   record.numel = held.numel();
   const MovesFault fault = moves_read_record(body, bytes, record);
   if (fault.field != kFieldFine) return fault;
-  uint32_t checksum;
-  std::memcpy(&checksum, body, sizeof checksum);
-  if (checksum != body_checksum(body, bytes)) return {kFieldChecksum, 0};
+  if (read_at<uint32_t>(body) != body_checksum(body, bytes)) return {kFieldChecksum, 0};
   uint8_t* numbers = static_cast<uint8_t*>(held.mutable_data_ptr());
   const int64_t value_bytes = dtype_bytes(dtype);
   if (coder == kMovesRaw) {
@@ -209,11 +206,12 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
 // Of each record the field that is wrong and where, or zeros; what is held has changed only then.
 Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
                         const std::vector<int64_t>& coders) {
-  const int dtype = check_moves_decode(held, records, coders);
+  const int dtype = dtype_code(held[0], "moves_decode_: held");
   Tensor result =
       torch::stable::new_empty(held[0], {2 * static_cast<int64_t>(held.size())}, ScalarType::Long);
   int64_t* statuses = static_cast<int64_t*>(result.mutable_data_ptr());
   for (size_t i = 0; i < held.size(); ++i) {
+    check_vector(held[i], "moves_decode_: held", held[0].scalar_type(), -1);
     const uint8_t* record = static_cast<const uint8_t*>(records[i].const_data_ptr());
     const MovesFault fault =
         decode(held[i], record + kMovesBodyAt, records[i].numel() - kMovesBodyAt, dtype,

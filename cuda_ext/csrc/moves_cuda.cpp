@@ -1,8 +1,9 @@
-// Records of moves on CUDA: checks, device, stream, launch. Their schemas are moves.cpp's.
+// Records of moves on CUDA: device, stream, launch. Their schemas are moves.cpp's; the caller has
+// checked the tensors.
 //
 // Results stay on the device: the caller waits for the device when it reads them.
 #include "cuda_binding.h"
-#include "moves_check.h"
+#include "moves.h"
 #include "moves_launch.h"
 
 namespace megatron_sparse {
@@ -10,7 +11,7 @@ namespace {
 
 // Returns the record's bytes, one int64.
 Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
-  const int dtype = check_moves_encode(old, now, out);
+  const int dtype = dtype_code(now, "moves_encode: new");
   const int64_t numel = now.numel();
   check_alignment(out, 16, "moves_encode: out");
   torch::stable::accelerator::DeviceGuard guard(now.get_device_index());
@@ -27,12 +28,13 @@ Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t step, con
 // Of each record the field that is wrong and where, or zeros; what is held has changed only then.
 Tensor moves_decode_cuda(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
                          const std::vector<int64_t>& coders) {
-  const int dtype = check_moves_decode(held, records, coders);
+  const int dtype = dtype_code(held[0], "moves_decode_: held");
   const int64_t count = static_cast<int64_t>(held.size());
   torch::stable::accelerator::DeviceGuard guard(held[0].get_device_index());
   Tensor statuses = new_words(held[0], 2 * count);
   std::vector<MovesDecodeArguments> calls;
   for (int64_t i = 0; i < count; ++i) {
+    check_vector(held[i], "moves_decode_: held", held[0].scalar_type(), -1);
     check_alignment(records[i], 16, "moves_decode_: record");
     calls.push_back({held[i].mutable_data_ptr(), held[i].numel(), dtype,
                      static_cast<int>(coders[i]),

@@ -2,6 +2,7 @@
 //
 // Reads nothing from the device and waits for nothing. NCCL may block the host at a group's end,
 // while it connects to peers for the first time.
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -19,12 +20,6 @@ const int64_t* check_words(const Tensor& words, int64_t count, const char* name)
   check_vector(words, name, ScalarType::Long, count);
   MS_CHECK(words.is_cpu(), name << " is on the wrong device", "cpu", "another");
   return entries_of(words);
-}
-
-template <class Function>
-Function at_address(int64_t address) {
-  MS_CHECK(address != 0, "nccl_sparse_sum: an address is missing", "NCCL's functions", "null");
-  return reinterpret_cast<Function>(address);
 }
 
 std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& received,
@@ -86,11 +81,9 @@ std::tuple<Tensor, int64_t> nccl_sparse_sum(const Tensor& acc, const Tensor& rec
            sum_bytes, sums.numel());
 
   NcclSum sum = {};
-  sum.nccl.group_start = at_address<decltype(sum.nccl.group_start)>(word[3]);
-  sum.nccl.group_end = at_address<decltype(sum.nccl.group_end)>(word[4]);
-  sum.nccl.send = at_address<decltype(sum.nccl.send)>(word[5]);
-  sum.nccl.recv = at_address<decltype(sum.nccl.recv)>(word[6]);
-  sum.comm = at_address<void*>(word[2]);
+  sum.comm = reinterpret_cast<void*>(word[2]);
+  static_assert(sizeof sum.nccl == (kCommunicatorWords - 3) * sizeof *word);
+  std::memcpy(&sum.nccl, word + 3, sizeof sum.nccl);
   sum.rank = static_cast<int>(rank);
   sum.world = static_cast<int>(world);
   sum.shards = shard;

@@ -7,18 +7,12 @@
 namespace megatron_sparse {
 namespace {
 
-// A table beside the rows; the device checks its content.
-void check_table(const Tensor& table, const Tensor& rows, const char* name) {
-  check_vector(table, name, ScalarType::Long, -1);
-  check_beside(table, rows, name);
-}
-
 Tensor row_sparse_sum_cuda(const Tensor& rows, const Tensor& order, const Tensor& offsets) {
   MS_CHECK(rows.dim() == 2 && rows.is_contiguous(), "row_sparse_sum: rows has the wrong shape",
            "a contiguous 2-D tensor", "a tensor of " << rows.dim() << " dimensions");
   const int dtype = dtype_code(rows, "row_sparse_sum: rows");
-  check_table(order, rows, "row_sparse_sum: order");
-  check_table(offsets, rows, "row_sparse_sum: offsets");
+  check_vector(order, "row_sparse_sum: order", ScalarType::Long, -1, rows);
+  check_vector(offsets, "row_sparse_sum: offsets", ScalarType::Long, -1, rows);
   MS_CHECK(offsets.numel() >= 1, "row_sparse_sum: offsets is empty", "at least one offset", 0);
   const int64_t segments = offsets.numel() - 1;
   torch::stable::accelerator::DeviceGuard guard(rows.get_device_index());

@@ -1,4 +1,5 @@
-// sample_threshold's arguments and results on either device, and the checks that read no table.
+// sample_threshold's arguments and results on either device, and their checks; the caller has
+// checked offsets and densities.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -22,21 +23,13 @@ inline ThresholdArguments check_threshold(const Tensor& grad, const std::optiona
   call.grad_dtype = dtype_code(grad, "sample_threshold: grad");
   call.numel = grad.numel();
   if (residual.has_value()) {
-    check_flat(*residual, "sample_threshold: residual");
-    check_beside(*residual, grad, "sample_threshold: residual");
-    MS_CHECK(residual->numel() == grad.numel(), "sample_threshold: residual has the wrong length",
-             grad.numel(), residual->numel());
+    check_vector(*residual, "sample_threshold: residual", residual->scalar_type(), call.numel,
+                 grad);
     call.residual = residual->const_data_ptr();
     call.residual_dtype = dtype_code(*residual, "sample_threshold: residual");
   }
   call.range_count = densities.numel();
-  check_vector(densities, "sample_threshold: densities", ScalarType::Float, -1);
-  check_vector(keys, "sample_threshold: keys", ScalarType::Long, call.range_count);
-  check_vector(range_offsets, "sample_threshold: range_offsets", ScalarType::Long,
-               call.range_count + 1);
-  check_beside(densities, grad, "sample_threshold: densities");
-  check_beside(keys, grad, "sample_threshold: keys");
-  check_beside(range_offsets, grad, "sample_threshold: range_offsets");
+  check_vector(keys, "sample_threshold: keys", ScalarType::Long, call.range_count, grad);
   MS_CHECK(samples >= 1 && samples < int64_t{1} << 31, "sample_threshold: samples is out of range",
            "1 to 2^31 - 1", samples);
   call.samples = samples;

@@ -38,7 +38,7 @@ class GpuNan(TorchDispatchMode):
         "aten::sum",
         "aten::index_add_",
         "aten::scatter_add_",
-        "megatron_sparse::decode_add_",
+        "megatron_sparse::decode_",
         "megatron_sparse::row_sparse_sum",
     )
 

@@ -75,15 +75,16 @@ def status_of(
 ) -> list[int]:
     """Adds to `acc`, where `to` puts tensors; what the op itself returns."""
     data, offsets = to(bytes_of(message)), to(case.segments.offsets)
-    places = (case.spec.value_dtype, STEP, base, fresh, None)
-    return call("decode_add_", acc, data, offsets, *places).tolist()
+    return call(
+        "decode_", acc, [data], offsets, case.spec.value_dtype, STEP, base, fresh, False
+    ).tolist()
 
 
 def sum_statuses(acc: torch.Tensor, messages: Sequence[bytes], case: Case) -> list[list[int]]:
     """Those of all messages, added up in one pass on the emulated GPU."""
     data = [to_gpu(bytes_of(message)) for message in messages]
     offsets, code = to_gpu(case.segments.offsets), case.spec.value_dtype
-    states = call("decode_sum_", acc, data, offsets, code, STEP, 0, True, None)
+    states = call("decode_", acc, data, offsets, code, STEP, 0, True, True)
     return states.view(-1, 4).tolist()
 
 
