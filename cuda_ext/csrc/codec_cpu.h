@@ -2,21 +2,18 @@
 #pragma once
 
 #include "elementwise.h"
+#include "header.h"
 #include "kernels.h"
 #include "lane_masks.h"
 
 namespace megatron_sparse {
 namespace MS_ISA {
 
-MS_INLINE uint64_t word_at(const void* words, int64_t k) {
-  uint64_t word;
-  std::memcpy(&word, static_cast<const char*>(words) + 8 * k, sizeof word);
-  return word;
-}
-
 inline int64_t count_bits(const void* words, int64_t word_count) {
   int64_t bits = 0;
-  for (int64_t k = 0; k < word_count; ++k) bits += __builtin_popcountll(word_at(words, k));
+  for (int64_t k = 0; k < word_count; ++k) {
+    bits += __builtin_popcountll(read_at<uint64_t>(words, k));
+  }
   return bits;
 }
 
@@ -26,7 +23,7 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
   constexpr int W = L::kWidth;
   int64_t written = 0;
   const auto list_word = [&](int64_t k) {
-    uint64_t word = word_at(words, k);
+    uint64_t word = read_at<uint64_t>(words, k);
     const int found = __builtin_popcountll(word);
     const int32_t base = first + 64 * static_cast<int32_t>(k);
     // Store whole vectors only inside of this thread's part; the memory behind it belongs to other
@@ -70,7 +67,7 @@ inline void list_bits(const void* words, int64_t word_count, int32_t first, int6
     }
     for (; k < end; ++k) {
       nonzero[some] = static_cast<uint32_t>(k - begin);
-      some += word_at(words, k) != 0;
+      some += read_at<uint64_t>(words, k) != 0;
     }
     for (int n = 0; n < some; ++n) list_word(begin + nonzero[n]);
   }
@@ -94,11 +91,7 @@ void expand(const uint64_t* words, const uint64_t* signs, const void* values, in
       const uint32_t negative = static_cast<uint32_t>(signs[i / 64] >> (i & 63)) & kAllLanes;
       raw |= L::select(lanes_of(negative), L::U{} + minus_zero, L::U{});
     }
-    if (i + W <= numel) {
-      store_raw<VALUE>(out, i, raw);
-    } else {
-      store_raw_some<VALUE>(out, i, numel - i, raw);
-    }
+    store_until<VALUE>(out, i, numel, raw);
   }
 }
 
@@ -143,30 +136,23 @@ void add_dense(float* acc, const void* values, int64_t numel) {
 inline constexpr int64_t kAhead = 256;
 inline constexpr int kSecondLevel = 2;
 
-// Indices are read one by one from memory: taking them out of a vector costs more.
-MS_INLINE int64_t index_at(const void* indices, int64_t k) {
-  int32_t index;
-  std::memcpy(&index, static_cast<const char*>(indices) + 4 * k, sizeof index);
-  return index;
-}
-
 // With `FETCH` for an accumulator in memory, without for one in a cache.
 template <int VALUE, bool FETCH>
 void add_sparse(float* acc, const void* indices, const void* values, int64_t count) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
+  // Indices are read one by one from memory: taking them out of a vector costs more.
+  const auto target = [&](int64_t k) { return acc + read_at<int32_t>(indices, k); };
   // Sparse elements lie too far apart for the hardware to fetch them ahead.
   const auto fetch = [&](int64_t k) {
     if constexpr (!FETCH) return;
-    for (int lane = 0; lane < W; ++lane) {
-      __builtin_prefetch(acc + index_at(indices, k + lane), 1, kSecondLevel);
-    }
+    for (int lane = 0; lane < W; ++lane) __builtin_prefetch(target(k + lane), 1, kSecondLevel);
   };
   // One addition at a time: scattered stores gain nothing from vectors.
   const auto add = [&](int64_t k, int64_t lanes, L::U raw) {
     alignas(64) float value[W];
     store_raw<kFp32>(value, 0, L::as_bits(widen<L, VALUE>(raw)));
-    for (int64_t lane = 0; lane < lanes; ++lane) acc[index_at(indices, k + lane)] += value[lane];
+    for (int64_t lane = 0; lane < lanes; ++lane) *target(k + lane) += value[lane];
   };
   for (int64_t k = 0; k < kAhead && k + W <= count; k += W) fetch(k);
   int64_t k = 0;
@@ -206,7 +192,8 @@ void add_bits(float* acc, const void* words, int64_t numel, const void* values, 
   constexpr int W = L::kWidth;
   int64_t read = 0;
   for (int64_t i = 0; i < numel; i += W) {
-    const uint32_t mask = static_cast<uint32_t>(word_at(words, i / 64) >> (i & 63)) & kAllLanes;
+    const uint64_t word = read_at<uint64_t>(words, i / 64);
+    const uint32_t mask = static_cast<uint32_t>(word >> (i & 63)) & kAllLanes;
     if (mask == 0) continue;
     const int64_t left = count - read, rest = numel - i;
     const L::U packed =

@@ -15,13 +15,6 @@ constexpr int64_t kTileStep = 32;                 // tiles
 // From this many entries a tile on, processing whole tiles is faster than single elements.
 constexpr int64_t kCrowded = kPiciTile / 8;
 
-template <class T>
-T read_at(const uint8_t* from, int64_t k) {
-  T value;
-  std::memcpy(&value, from + static_cast<int64_t>(sizeof value) * k, sizeof value);
-  return value;
-}
-
 int64_t units_of(const DecodeChunk& record) {
   switch (record.kind) {
     case kKindDense:
@@ -235,8 +228,7 @@ Status find_records(const MessageBytes& message, const Expected& expected,
   for (int64_t s = 0; s < expected.segment_count; ++s) {
     const int64_t end = slots == nullptr ? message.size : slots[s + 1];
     if (end - at < kHeaderBytes) return {true, s, kFieldSize, end};
-    Header header;
-    std::memcpy(&header, message.bytes + at, sizeof header);
+    const Header header = read_at<Header>(message.bytes + at);
     at += kHeaderBytes;
     DecodeChunk record = {};
     const int64_t offset = expected.offsets[s];

@@ -18,12 +18,6 @@ namespace {
 constexpr int64_t kChunkWords = 256;  // 16384 positions
 constexpr int64_t kChunkPositions = 64 * kChunkWords;
 
-uint64_t word_at(const uint8_t* words, int64_t w) {
-  uint64_t word;
-  std::memcpy(&word, words + 8 * w, sizeof word);
-  return word;
-}
-
 // Each chunk stages its values where they would be if no value were zero; no other chunk touches
 // this place. Once the counts of the chunks before are known, it moves them down.
 int64_t pack(const BitmapPackArguments& call) {
@@ -56,44 +50,32 @@ Tensor hash_bitmap_pack_cpu(const Tensor& values, const Tensor& words, const Ten
   return result_of(values, {pack(check_bitmap_pack(values, words, packed))});
 }
 
-// From a partition's positions to elements of the segment.
-class Elements {
- public:
-  explicit Elements(const BitmapArguments& call)
-      : permutation_(make_permutation(call.numel, static_cast<uint64_t>(call.seed))),
-        first_(call.first),
-        set_(call.set) {
-    if (set_ == nullptr) return;
-    const int64_t bad = first_bad(call.positions, kHashChunk, [&](int64_t i) {
-      return set_[i] < (i == 0 ? 0 : set_[i - 1] + 1) || set_[i] >= call.numel;
-    });
-    MS_CHECK(bad == call.positions, "hash_bitmap_add_: index_set is wrong at position " << bad,
-             "ascending elements from 0 to " << call.numel - 1, set_[bad]);
-  }
+void check_index_set(const BitmapArguments& call) {
+  const int64_t bad = first_bad(call.positions, kHashChunk, [&](int64_t i) {
+    return call.set[i] < (i == 0 ? 0 : call.set[i - 1] + 1) || call.set[i] >= call.numel;
+  });
+  MS_CHECK(bad == call.positions, "hash_bitmap_add_: index_set is wrong at position " << bad,
+           "ascending elements from 0 to " << call.numel - 1, call.set[bad]);
+}
 
-  // The elements of the set bits of words [begin, end), in position order, into `out` (room for
-  // kChunkPositions); returns their number.
-  int64_t of_words(const uint8_t* words, int64_t begin, int64_t end, uint32_t* out) const {
-    const int64_t base = set_ == nullptr ? first_ : 0;
-    int64_t count = 0;
-    for (int64_t w = begin; w < end; ++w) {
-      for (uint64_t word = word_at(words, w); word != 0; word &= word - 1) {
-        out[count++] = static_cast<uint32_t>(base + 64 * w + __builtin_ctzll(word));
-      }
+// The elements of the set bits of words [begin, end), in position order, into `out` (room for
+// kChunkPositions); returns their number.
+int64_t elements_of_words(const BitmapArguments& call, const Permutation& permutation,
+                          const uint8_t* words, int64_t begin, int64_t end, uint32_t* out) {
+  const int64_t base = call.set == nullptr ? call.first : 0;
+  int64_t count = 0;
+  for (int64_t w = begin; w < end; ++w) {
+    for (uint64_t word = read_at<uint64_t>(words, w); word != 0; word &= word - 1) {
+      out[count++] = static_cast<uint32_t>(base + 64 * w + __builtin_ctzll(word));
     }
-    if (set_ != nullptr) {
-      for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(set_[out[i]]);
-    } else {
-      kernels().unpermute(permutation_, out, count);
-    }
-    return count;
   }
-
- private:
-  Permutation permutation_;
-  int64_t first_;
-  const int32_t* set_;
-};
+  if (call.set == nullptr) {
+    kernels().unpermute(permutation, out, count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(call.set[out[i]]);
+  }
+  return count;
+}
 
 // A bitmap whose bits were counted and checked: no bit is beyond the positions.
 struct Counted {
@@ -107,7 +89,7 @@ Counted count_bits(const uint8_t* words, int64_t positions, int64_t nnz) {
   Counted result;
   result.before.assign((word_count + kChunkWords - 1) / kChunkWords + 1, 0);
   const int64_t in_last = positions % 64;
-  if (in_last != 0 && word_at(words, word_count - 1) >> in_last != 0) {
+  if (in_last != 0 && read_at<uint64_t>(words, word_count - 1) >> in_last != 0) {
     result.field = kFieldBitmap;
     result.found = positions;
     return result;
@@ -115,7 +97,7 @@ Counted count_bits(const uint8_t* words, int64_t positions, int64_t nnz) {
   std::vector<int64_t>& before = result.before;
   for_each_chunk(word_count, kChunkWords, [&](int64_t chunk, int64_t begin, int64_t end) {
     for (int64_t w = begin; w < end; ++w) {
-      before[chunk + 1] += __builtin_popcountll(word_at(words, w));
+      before[chunk + 1] += __builtin_popcountll(read_at<uint64_t>(words, w));
     }
   });
   for (size_t chunk = 1; chunk < before.size(); ++chunk) before[chunk] += before[chunk - 1];
@@ -129,7 +111,8 @@ Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor&
                            int64_t seed, std::optional<Tensor> index_set) {
   const BitmapArguments call = check_bitmap_add(acc, words, values, value_dtype, nnz, partition,
                                                 partitions, seed, index_set);
-  const Elements elements(call);
+  if (call.set != nullptr) check_index_set(call);
+  const Permutation permutation = make_permutation(call.numel, static_cast<uint64_t>(seed));
   const uint8_t* bits = reinterpret_cast<const uint8_t*>(call.words);  // of any alignment
   const Counted counted = count_bits(bits, call.positions, nnz);
   if (counted.field == kFits) {
@@ -139,7 +122,7 @@ Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor&
     for_each_chunk(
         (call.positions + 63) / 64, kChunkWords, [&](int64_t chunk, int64_t begin, int64_t end) {
           uint32_t room[kChunkPositions];
-          const int64_t count = elements.of_words(bits, begin, end, room);
+          const int64_t count = elements_of_words(call, permutation, bits, begin, end, room);
           add_sparse(call.acc, room, call.values + counted.before[chunk] * value_bytes, count);
         });
   }

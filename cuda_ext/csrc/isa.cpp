@@ -1,61 +1,57 @@
 #include "isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <string>
+#include <vector>
 
 #include "check.h"
 
 namespace megatron_sparse {
 namespace {
 
-bool has_avx2() {
+struct Isa {
+  std::string name;
+  const Kernels& (*kernels)();
+};
+
+// Those of this machine, worst first.
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> here = [] {
+    std::vector<Isa> found = {{"portable", kernels_portable}};
 #ifdef MS_X86
-  return __builtin_cpu_supports("avx2");
-#else
-  return false;
+    if (__builtin_cpu_supports("avx2")) found.push_back({"avx2", kernels_avx2});
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      found.push_back({"avx512", kernels_avx512});
+    }
 #endif
+    return found;
+  }();
+  return here;
 }
 
-bool has_avx512() {
-#ifdef MS_X86
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#else
-  return false;
-#endif
-}
-
-// The kernels of an instruction set; of the best one for an empty name.
-const Kernels& kernels_named(const std::string& name) {
-  static const bool avx2 = has_avx2(), avx512 = has_avx512();
-  const bool best = name.empty();
-#ifdef MS_X86
-  if (avx512 && (best || name == "avx512")) return kernels_avx512();
-  if (avx2 && (best || name == "avx2")) return kernels_avx2();
-#endif
-  MS_CHECK(best || name == "portable",
-           "MEGATRON_SPARSE_ISA names no instruction set of this machine", supported_isas(), name);
-  return kernels_portable();
-}
-
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const Kernels*> chosen{nullptr};  // null: the best ones
 
 }  // namespace
 
 std::string supported_isas() {
-  std::string names = "portable";
-  if (has_avx2()) names += ",avx2";
-  if (has_avx512()) names += ",avx512";
+  std::string names;
+  for (const Isa& isa : isas()) names += (names.empty() ? "" : ",") + isa.name;
   return names;
 }
 
 void choose_isa(std::string name) {
-  chosen = &kernels_named(name);
+  const auto named =
+      std::find_if(isas().begin(), isas().end(), [&](const Isa& isa) { return isa.name == name; });
+  MS_CHECK(name.empty() || named != isas().end(),
+           "MEGATRON_SPARSE_ISA names no instruction set of this machine", supported_isas(), name);
+  chosen = name.empty() ? nullptr : &named->kernels();
 }
 
 const Kernels& kernels() {
   const Kernels* named = chosen;
-  return named == nullptr ? kernels_named("") : *named;
+  return named != nullptr ? *named : isas().back().kernels();
 }
 
 }  // namespace megatron_sparse

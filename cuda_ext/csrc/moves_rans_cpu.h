@@ -49,13 +49,6 @@ MS_INLINE bool any_lane(VectorLanes::U u) {
   return lanes_with(u, ~0u) != 0;
 }
 
-// MS_WIDTH numbers from `begin`; lanes from `numel` on are zero.
-template <int D>
-MS_INLINE VectorLanes::U load_until(const void* base, int64_t begin, int64_t numel) {
-  if (begin + MS_WIDTH <= numel) return load_raw<D>(base, begin);
-  return load_raw_some<D>(base, begin, begin < numel ? numel - begin : 0);
-}
-
 // Adds the occurrences of each (context, symbol) in every `stride`th block of a chunk to
 // counts[context * kMaxSymbols + symbol].
 template <int D>
@@ -246,10 +239,10 @@ MS_INLINE const uint16_t* decode_step(const void* old, int64_t begin, int64_t nu
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = begin + v * MS_WIDTH;
     const U moved = apply_move<D>(was[v], z[v]);
-    if (WHOLE || at + MS_WIDTH <= numel) {
+    if constexpr (WHOLE) {
       store_raw<D>(out, at, moved);
-    } else if (at < numel) {
-      store_raw_some<D>(out, at, numel - at, moved);
+    } else {
+      store_until<D>(out, at, numel, moved);
     }
   }
   return words;
@@ -299,9 +292,7 @@ inline uint32_t mixed_sum(const void* words, int64_t count, uint32_t first) {
   uint32_t total = 0;
   for (int lane = 0; lane < MS_WIDTH; ++lane) total += sum[lane];
   for (; i < count; ++i) {
-    uint32_t word;
-    std::memcpy(&word, static_cast<const char*>(words) + 4 * i, sizeof word);
-    total += mix_word(word, first + static_cast<uint32_t>(i));
+    total += mix_word(read_at<uint32_t>(words, i), first + static_cast<uint32_t>(i));
   }
   return total;
 }

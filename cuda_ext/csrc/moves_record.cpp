@@ -17,8 +17,7 @@ int64_t read_table(const uint8_t* table, int64_t bytes, int symbols, MovesFreque
     if (stored > symbols || at + 2 * stored > bytes) return context;
     uint32_t sum = 0;
     for (int64_t symbol = 0; symbol < stored; ++symbol, at += 2) {
-      uint16_t frequency;
-      std::memcpy(&frequency, table + at, sizeof frequency);
+      const uint16_t frequency = read_at<uint16_t>(table + at);
       found[context * kMaxSymbols + symbol] = frequency;
       sum += frequency;
     }
@@ -113,8 +112,7 @@ std::vector<uint8_t> moves_table_bytes(const MovesFrequencies& frequencies) {
 MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& record) {
   constexpr int64_t kHead = sizeof(MovesSubHeader);
   if (bytes < kHead) return {kFieldSize, 0};
-  MovesSubHeader head;
-  std::memcpy(&head, body, sizeof head);
+  const MovesSubHeader head = read_at<MovesSubHeader>(body);
   if (head.zeros[0] != 0 || head.zeros[1] != 0 || head.zeros[2] != 0) return {kFieldZeros, 0};
   record.chunks = record.coder == kMovesRaw ? 0 : chunk_count(record.numel);
   if (head.chunks != record.chunks) return {kFieldChunks, 0};
@@ -136,9 +134,7 @@ MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& re
   if (bad >= 0) return {kFieldTable, bad};
   record.offsets.resize(record.chunks + 1);
   for (int64_t c = 0; c <= record.chunks; ++c) {
-    uint32_t offset;
-    std::memcpy(&offset, body + kHead + 4 * c, sizeof offset);
-    record.offsets[c] = int64_t{offset} * 16;
+    record.offsets[c] = int64_t{read_at<uint32_t>(body + kHead, c)} * 16;
     const int64_t least = c == 0 ? 0 : record.offsets[c - 1];
     const int64_t most =
         c == 0 ? 0 : std::min(data_bytes, least + pad16(record.count(c - 1) * value_bytes));

@@ -55,7 +55,6 @@ struct MovesRecord {
   std::vector<int64_t> offsets;  // of the chunks, in bytes from `data`
   const uint8_t* data;           // of the chunks, or of the raw numbers
 
-  int64_t first(int64_t chunk) const { return chunk * kRansChunk; }
   int64_t count(int64_t chunk) const { return numbers_in_chunk(numel, chunk); }
   bool is_raw(int64_t chunk) const {
     return offsets[chunk + 1] - offsets[chunk] == pad16(count(chunk) * dtype_bytes(dtype));

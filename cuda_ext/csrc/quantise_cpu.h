@@ -2,6 +2,7 @@
 // Included once for each instruction set, like vector_lanes.h.
 #pragma once
 
+#include "header.h"
 #include "kernels.h"
 #include "quantise.h"
 
@@ -73,12 +74,10 @@ template <int Bits>
 void add_quantised(const uint8_t* scales, const uint8_t* codes, int64_t numel, float* held) {
   for (int64_t begin = 0; begin < numel; begin += kGroup) {
     const int64_t count = numel - begin < kGroup ? numel - begin : kGroup;
-    uint16_t scale;
-    std::memcpy(&scale, scales, sizeof scale);
     float values[kGroup];
-    dequantise_group<Bits>(scale, codes, values);
+    dequantise_group<Bits>(read_at<uint16_t>(scales), codes, values);
     for (int64_t i = 0; i < count; ++i) held[begin + i] += values[i];
-    scales += sizeof scale;
+    scales += sizeof(uint16_t);
     codes += group_code_bytes(Bits);
   }
 }

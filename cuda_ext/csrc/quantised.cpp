@@ -72,15 +72,12 @@ struct Fault {
 
 // Checks everything behind the header, before anything is added.
 Fault find_fault(const uint8_t* record, int64_t bytes, int64_t numel) {
-  QuantisedSubHeader head;
-  std::memcpy(&head, record + kBodyAt, sizeof head);
+  const QuantisedSubHeader head = read_at<QuantisedSubHeader>(record + kBodyAt);
   if (head.group != kGroup) return {kGroupSize, head.group};
   if (head.zeros != 0) return {kZeros, 0};
   if (head.checksum != body_checksum(record + kBodyAt, bytes - kBodyAt)) return {kChecksum, 0};
   for (int64_t group = 0; group < groups_of(numel); ++group) {
-    uint16_t scale;
-    std::memcpy(&scale, record + kScalesAt + 2 * group, sizeof scale);
-    if (!is_scale(scale)) return {kScale, group};
+    if (!is_scale(read_at<uint16_t>(record + kScalesAt, group))) return {kScale, group};
   }
   return {kFine, 0};
 }

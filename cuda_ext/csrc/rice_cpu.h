@@ -36,9 +36,7 @@ MS_INLINE void store_planes(const uint32_t* numbers, uint32_t* words) {
 MS_INLINE VectorLanes::U numbers_of_planes(const uint8_t* words, int bits, int i) {
   VectorLanes::U number = {};
   for (int p = 0; p < bits; ++p) {
-    uint32_t word;
-    std::memcpy(&word, words + 4 * p, sizeof word);
-    number = with_bit(number, word >> i & kAllLanes, p);
+    number = with_bit(number, read_at<uint32_t>(words, p) >> i & kAllLanes, p);
   }
   return number;
 }
@@ -123,14 +121,7 @@ void rice_quantise(const RiceValues& call) {
     alignas(64) float x[kRiceGroup], a[kRiceGroup], rest[kRiceGroup];
     alignas(64) uint32_t codes[kRiceGroup];
     for (int i = 0; i < kRiceGroup; i += MS_WIDTH) {
-      const int64_t lanes = count - i;
-      VectorLanes::U raw = {};
-      if (lanes >= MS_WIDTH) {
-        raw = load_raw<kFp32>(from, begin + i);
-      } else if (lanes > 0) {
-        raw = load_raw_some<kFp32>(from, begin + i, lanes);
-      }
-      store_raw<kFp32>(x, i, raw);
+      store_raw<kFp32>(x, i, load_until<kFp32>(from, begin + i, call.count));
     }
     add_residual<RESIDUAL>(call, begin, count, x);
     for (int i = 0; i < kRiceGroup; ++i) a[i] = as_float(as_bits(x[i]) & kMagnitude);
@@ -178,10 +169,8 @@ template <int BITS>
 void rice_dequantise(const void* words, int64_t count, float* values) {
   const uint8_t* from = static_cast<const uint8_t*>(words);
   for (int64_t begin = 0; begin < count; begin += kRiceGroup, values += kRiceGroup) {
-    uint32_t word;
-    std::memcpy(&word, from, sizeof word);
-    from += sizeof word;
-    const Levels levels = levels_from(word);
+    const Levels levels = levels_from(read_at<uint32_t>(from));
+    from += sizeof(uint32_t);
     alignas(64) uint32_t codes[kRiceGroup] = {};
     for (int64_t i = 0; i < kRiceGroup && begin + i < count; i += kPlane, from += 4 * BITS) {
       load_planes(from, BITS, codes + i);
@@ -229,14 +218,12 @@ inline int64_t rice_code_gaps(const int32_t* index, int64_t count, int r, uint32
     L::U places[kPlane / W], behind = first_lanes();
     uint32_t planes[kMostSpan] = {};
     for (int part = 0; part < kPlane; part += W, behind += W) {
-      const int64_t at = i + part, lanes = count - at < W ? count - at : W;
-      L::U gap = {};
-      if (lanes == W) {
-        gap = load_raw<kFp32>(index, at) - load_raw<kFp32>(index, at - 1) - 1;
-      } else if (lanes > 0) {
-        const L::U here = load_raw_some<kFp32>(index, at, lanes);
-        gap = here - load_raw_some<kFp32>(index, at - 1, lanes) - 1;
-        gap = L::select(first_lanes() < static_cast<uint32_t>(lanes), gap, L::U{});
+      const int64_t at = i + part;
+      L::U gap = load_until<kFp32>(index, at, count);
+      gap -= load_until<kFp32>(index, at - 1, count - 1) + 1;
+      if (at + W > count) {
+        const uint32_t lanes = at < count ? static_cast<uint32_t>(count - at) : 0;
+        gap = L::select(first_lanes() < lanes, gap, L::U{});
       }
       for (int p = 0; p < r; ++p) planes[p] |= lanes_with(gap, uint32_t{1} << p) << part;
       const L::U quotients = running_sum(gap >> r);
@@ -266,8 +253,7 @@ inline void rice_positions(const void* words, int64_t count, int r, int64_t unar
   const uint8_t* from = static_cast<const uint8_t*>(words);
   const uint8_t* ones = from + 4 * r * planes_of(count);
   const int64_t pairs = unary / 2;
-  uint32_t last = 0;
-  if (unary % 2 != 0) std::memcpy(&last, ones + 8 * pairs, sizeof last);
+  uint32_t last = unary % 2 != 0 ? read_at<uint32_t>(ones, 2 * pairs) : 0;
   int32_t* next = index + count - __builtin_popcount(last);
   list_bits(ones, pairs, 0, next - index, index);
   for (; last != 0; last &= last - 1) {
@@ -281,16 +267,9 @@ inline void rice_positions(const void* words, int64_t count, int r, int64_t unar
   L::U before = first_lanes(), sum = {};
   for (int64_t i = 0; i < count; i += kPlane, from += 4 * r) {
     for (int part = 0; part < kPlane && i + part < count; part += W, before += W) {
-      const int64_t at = i + part, lanes = count - at < W ? count - at : W;
-      const bool full = lanes == W;
       sum = running_sum(numbers_of_planes(from, r, part)) + sum[W - 1];
-      const L::U ones = full ? load_raw<kFp32>(index, at) : load_raw_some<kFp32>(index, at, lanes);
-      const L::U element = ((ones - before) << r) + before + sum;
-      if (full) {
-        store_raw<kFp32>(index, at, element);
-      } else {
-        store_raw_some<kFp32>(index, at, lanes, element);
-      }
+      const L::U ones = load_until<kFp32>(index, i + part, count);
+      store_until<kFp32>(index, i + part, count, ((ones - before) << r) + before + sum);
     }
   }
 }

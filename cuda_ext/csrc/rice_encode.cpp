@@ -175,12 +175,11 @@ void RiceEncoder::start(const Record& record, int64_t first_chunk, int64_t words
 
 Tensor RiceEncoder::write(const std::vector<SegmentCount>& counts) {
   std::vector<int64_t> words(call_.segment_count(), 0), first(call_.segment_count(), 0);
-  for (int64_t c = static_cast<int64_t>(chunks.size()) - 1; c >= 0; --c) {
-    first[chunks[c].segment] = c;
-  }
   for (size_t c = 0; c < chunks.size(); ++c) {
-    coded_[c].words_before = words[chunks[c].segment];
-    words[chunks[c].segment] += coded_[c].words();
+    const int64_t s = chunks[c].segment;
+    if (chunks[c].begin == call_.offsets[s]) first[s] = static_cast<int64_t>(c);
+    coded_[c].words_before = words[s];
+    words[s] += coded_[c].words();
   }
   std::vector<Record> records;
   for (int64_t s = 0; s < call_.segment_count(); ++s) {

@@ -11,26 +11,15 @@ Status wrong(const DecodeChunk& chunk, Field field, int64_t value) {
   return {true, chunk.segment, field, value};
 }
 
-RiceRow row_at(const DecodeChunk& chunk, int64_t c) {
-  RiceRow row;
-  std::memcpy(&row, chunk.payload + sizeof(RiceSubHeader) + c * sizeof row, sizeof row);
-  return row;
-}
-
 int64_t numel_of(const DecodeChunk& chunk) {
   const int64_t span = int64_t{1} << chunk.log2_span;
   return std::min(span, chunk.numel - chunk.begin * span);
 }
 
 RiceParts chunk_of(const DecodeChunk& chunk) {
-  return rice_parts(numel_of(chunk), chunk.dtype, row_at(chunk, chunk.begin),
-                    row_at(chunk, chunk.begin + 1));
-}
-
-uint32_t word_of(const uint8_t* words, int64_t k) {
-  uint32_t word;
-  std::memcpy(&word, words + 4 * k, sizeof word);
-  return word;
+  const uint8_t* rows = chunk.payload + sizeof(RiceSubHeader);
+  return rice_parts(numel_of(chunk), chunk.dtype, read_at<RiceRow>(rows, chunk.begin),
+                    read_at<RiceRow>(rows, chunk.begin + 1));
 }
 
 }  // namespace
@@ -46,7 +35,7 @@ Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
   const uint8_t* gaps = chunk.payload + chunk.sections.values + 4 * (parts.before + parts.gaps);
   const uint8_t* ones = gaps + 4 * parts.r * planes_of(parts.entries);
   int64_t found = kernel.count_bits(ones, parts.unary / 2);
-  const uint32_t last = word_of(ones, parts.unary - 1);
+  const uint32_t last = read_at<uint32_t>(ones, parts.unary - 1);
   if (parts.unary % 2 != 0) found += __builtin_popcount(last);
   if (found != parts.entries || last == 0) return wrong(chunk, kFieldRice, found);
   // Every gap is at least 0, so the last element is the largest.
@@ -54,7 +43,7 @@ Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
   int64_t element = ((place - (parts.entries - 1)) << parts.r) + parts.entries - 1;
   const int64_t rest = parts.entries % kPlane;
   for (int64_t k = 0; k < planes_of(parts.entries) * parts.r; ++k) {
-    const uint32_t word = word_of(gaps, k);
+    const uint32_t word = read_at<uint32_t>(gaps, k);
     const bool is_last = k >= (planes_of(parts.entries) - 1) * parts.r;
     if (is_last && rest != 0 && word >> rest != 0) return wrong(chunk, kFieldRice, word);
     element += int64_t{__builtin_popcount(word)} << (k % parts.r);

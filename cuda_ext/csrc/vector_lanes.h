@@ -115,5 +115,18 @@ MS_INLINE void store_raw_some(void* base, int64_t element, int64_t count, Vector
   std::memcpy(static_cast<char*>(base) + element * bytes, room, count * bytes);
 }
 
+// The same for elements up to `numel`, which may lie before or behind any lane.
+template <int D>
+MS_INLINE VectorLanes::U load_until(const void* base, int64_t begin, int64_t numel) {
+  if (begin + MS_WIDTH <= numel) return load_raw<D>(base, begin);
+  return load_raw_some<D>(base, begin, begin < numel ? numel - begin : 0);
+}
+
+template <int D>
+MS_INLINE void store_until(void* base, int64_t begin, int64_t numel, VectorLanes::U u) {
+  if (begin + MS_WIDTH <= numel) return store_raw<D>(base, begin, u);
+  if (begin < numel) store_raw_some<D>(base, begin, numel - begin, u);
+}
+
 }  // namespace MS_ISA
 }  // namespace megatron_sparse

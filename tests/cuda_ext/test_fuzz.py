@@ -50,7 +50,7 @@ def test_nothing_is_found():
         ("record_check.h", "record.sections.payload > available"),
         ("rice_records.cpp", "element >= parts.numel"),
         ("record_check.h", "end > all_words"),
-        ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
+        ("hash_bitmap.cpp", "read_at<uint64_t>(words, word_count - 1) >> in_last != 0"),
     ],
 )
 def test_a_missing_check_is_found(tmp_path, source, check):
