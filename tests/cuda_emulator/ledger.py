@@ -61,8 +61,8 @@ class Ledger:
         if is_view or schema.name.removeprefix("aten::") in _ALLOCATES:
             return
         self.torch_ops += 1
-        self.bytes_read += sum(map(_nbytes, read))
-        self.bytes_written += sum(map(_nbytes, written))
+        self.bytes_read += sum(tensor.nbytes for tensor in read)
+        self.bytes_written += sum(tensor.nbytes for tensor in written)
 
 
 def current() -> Ledger | None:
@@ -78,7 +78,3 @@ def counting(ledger: Ledger | None) -> Iterator[None]:
         yield
     finally:
         _here.ledger = before
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -54,9 +54,10 @@
 #define __shared__ thread_local  // in a function it is static, too
 #define CUDA_EMULATOR_DYNAMIC_SHARED(type, name, count) thread_local type name[count]
 
+// Of a launch: grids have two dimensions here, blocks one.
 struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+  unsigned x, y;
+  constexpr dim3(unsigned x = 1, unsigned y = 1) : x(x), y(y) {}
 };
 struct alignas(8) uint2 {
   unsigned x, y;
@@ -69,6 +70,8 @@ struct alignas(16) float4 {
 };
 
 namespace cuda_emulator {
+
+using Where = std::source_location;
 
 struct Error : std::runtime_error {
   using runtime_error::runtime_error;
@@ -113,20 +116,21 @@ class Traffic {};
 enum class Op {
   kNone,
   kBallot,
-  kMatch,
-  kReduce,
+  kAdd,
+  kMin,
+  kMax,
   kShuffle,
   kShuffleUp,
   kShuffleXor,
   kSyncWarp,
   kSyncBlock
 };
-enum class Reduction { kAdd, kMin, kMax, kOr };
 
 inline const char* name_of(Op op) {
-  static const char* const names[] = {"nothing",         "__ballot_sync", "__match_any_sync",
-                                      "__reduce_*_sync", "__shfl_sync",   "__shfl_up_sync",
-                                      "__shfl_xor_sync", "__syncwarp",    "__syncthreads"};
+  static const char* const names[] = {"nothing",           "__ballot_sync",     "__reduce_add_sync",
+                                      "__reduce_min_sync", "__reduce_max_sync", "__shfl_sync",
+                                      "__shfl_up_sync",    "__shfl_xor_sync",   "__syncwarp",
+                                      "__syncthreads"};
   return names[static_cast<int>(op)];
 }
 
@@ -137,12 +141,11 @@ struct Wait {
   uint64_t value = 0;
   int argument = 0;
   int width = 32;
-  std::source_location where;
+  Where where;
 };
 
 struct Fiber {
   unsigned thread = 0;
-  dim3 index;
   bool started = false;
   bool done = false;
   Wait wait;
@@ -159,7 +162,6 @@ class Launch;
 struct Worker {
   Launch* launch = nullptr;
   unsigned number = 0;
-  dim3 block;
   std::vector<Fiber> fibers;
   std::unique_ptr<char[]> stacks;
   std::vector<unsigned> ready;
@@ -177,6 +179,13 @@ struct Worker {
 
 inline thread_local Worker* worker = nullptr;
 
+}  // namespace cuda_emulator
+
+// What kernels see; those of the thread and the block that run.
+inline thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_emulator {
+
 inline Fiber& fiber() {
   return worker->fibers[worker->running];
 }
@@ -185,8 +194,8 @@ class Launch {
  public:
   Launch(dim3 grid, dim3 block, std::function<void()> body)
       : grid_(grid), block_(block), body_(std::move(body)), random_(options.seed) {
-    threads_ = block.x * block.y * block.z;
-    const unsigned blocks = grid.x * grid.y * grid.z;
+    threads_ = block.x;
+    const unsigned blocks = grid.x * grid.y;
     for (unsigned b = 0; b < blocks; ++b) {
       waiting_.push_back(options.schedule == Schedule::kReversed ? b : blocks - 1 - b);
     }
@@ -209,9 +218,6 @@ class Launch {
     for (std::thread& thread : threads) thread.join();
     if (failure_) std::rethrow_exception(failure_);
   }
-
-  const dim3& grid() const { return grid_; }
-  const dim3& block() const { return block_; }
 
   // Lets another resident block run; returns when it is this one's turn again.
   void pass(unsigned number) {
@@ -276,7 +282,7 @@ inline void fiber_main() {
 }
 
 inline void enter_fiber(unsigned thread) {
-  worker->running = thread;
+  worker->running = threadIdx.x = thread;
   Fiber& f = fiber();
   if (_setjmp(worker->scheduler) != 0) return;
   if (f.started) _longjmp(f.resume, 1);
@@ -300,47 +306,30 @@ inline void meeting_point() {
 // ---- rendezvous ----
 
 inline std::string describe(const Fiber& f) {
-  return "thread " + std::to_string(f.thread) + " of block " + std::to_string(worker->block.x) +
-         " in " + name_of(f.wait.op) + " at line " + std::to_string(f.wait.where.line());
-}
-
-inline uint64_t combine(Reduction reduction, uint64_t a, uint64_t b) {
-  switch (reduction) {
-    case Reduction::kAdd:
-      return uint32_t(a + b);
-    case Reduction::kMin:
-      return std::min(a, b);
-    case Reduction::kMax:
-      return std::max(a, b);
-    default:
-      return a | b;
-  }
+  return "thread " + std::to_string(f.thread) + " of block " + std::to_string(blockIdx.x) + " in " +
+         name_of(f.wait.op) + " at line " + std::to_string(f.wait.where.line());
 }
 
 inline uint64_t lane_result(Fiber* lanes, unsigned mask, unsigned lane) {
   const Wait& wait = lanes[lane].wait;
   const int width = wait.width, base = int(lane) / width * width;
   int source = int(lane);
-  uint64_t result = 0;
+  const auto over_lanes = [&](uint64_t result, auto combine) {
+    for (unsigned j = 0; j < 32; ++j) {
+      if (mask >> j & 1) result = combine(result, lanes[j].wait.value, j);
+    }
+    return result;
+  };
   switch (wait.op) {
     case Op::kBallot:
-    case Op::kMatch:
-      for (unsigned j = 0; j < 32; ++j) {
-        if (!(mask >> j & 1)) continue;
-        const uint64_t value = lanes[j].wait.value;
-        result |= uint64_t(wait.op == Op::kBallot ? value != 0 : value == wait.value) << j;
-      }
-      return result;
-    case Op::kReduce: {
-      bool first = true;
-      for (unsigned j = 0; j < 32; ++j) {
-        if (!(mask >> j & 1)) continue;
-        const uint64_t value = lanes[j].wait.value;
-        result = first ? value : combine(Reduction(wait.argument), result, value);
-        first = false;
-      }
-      return result;
-    }
+      return over_lanes(
+          0, [](auto bits, auto value, unsigned j) { return bits | uint64_t(value != 0) << j; });
+    case Op::kAdd:
+      return over_lanes(0, [](auto sum, auto value, unsigned) { return uint32_t(sum + value); });
+    case Op::kMin:
+      return over_lanes(~0u, [](auto low, auto value, unsigned) { return std::min(low, value); });
+    case Op::kMax:
+      return over_lanes(0, [](auto high, auto value, unsigned) { return std::max(high, value); });
     case Op::kShuffle:
       source = base + (wait.argument & (width - 1));
       break;
@@ -360,7 +349,7 @@ inline uint64_t lane_result(Fiber* lanes, unsigned mask, unsigned lane) {
 }
 
 inline uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int argument, int width,
-                                std::source_location where) {
+                                Where where) {
   Fiber& me = fiber();
   const unsigned lane = me.thread % 32, warp = me.thread / 32, first = warp * 32;
   const unsigned existing = unsigned(worker->fibers.size()) - first;
@@ -409,7 +398,7 @@ inline void check_barrier() {
 }
 
 // The sum of all threads' values.
-inline unsigned block_collective(unsigned value, std::source_location where) {
+inline unsigned block_collective(unsigned value, Where where) {
   Fiber& me = fiber();
   me.wait = {Op::kSyncBlock, 0, value, 0, 32, where};
   ++worker->at_barrier;
@@ -437,7 +426,7 @@ inline unsigned block_collective(unsigned value, std::source_location where) {
 
 // ---- scheduling ----
 
-// Poisons this library's thread-local variables, all of which are shared memory.
+// Poisons this library's thread-local variables: shared memory, and what the caller sets anew.
 inline void poison_shared_memory() {
   Worker* const kept = worker;
   dl_iterate_phdr(
@@ -491,7 +480,6 @@ inline void Launch::run_block(Worker& self) {
   for (unsigned t = 0; t < threads_; ++t) {
     Fiber& f = self.fibers[t];
     f.thread = t;
-    f.index = dim3(t % block_.x, t / block_.x % block_.y, t / (block_.x * block_.y));
     f.started = f.done = false;
     f.wait = {};
     getcontext(&f.birth);
@@ -532,6 +520,8 @@ inline void Launch::work(unsigned number) {
   Worker self;
   worker = &self;
   poison_shared_memory();
+  blockDim = block_;
+  gridDim = grid_;
   self.launch = this;
   self.number = number;
   self.fibers.resize(threads_);
@@ -547,7 +537,7 @@ inline void Launch::work(unsigned number) {
     while (!failed() && !waiting_.empty()) {
       const unsigned block = waiting_.back();
       waiting_.pop_back();
-      self.block = dim3(block % grid_.x, block / grid_.x % grid_.y, block / (grid_.x * grid_.y));
+      blockIdx = dim3(block % grid_.x, block / grid_.x);
       run_block(self);
       if (options.schedule == Schedule::kRandom) pass(number);
     }
@@ -576,47 +566,9 @@ T from_bits(uint64_t bits) {
   return value;
 }
 
-using Where = std::source_location;
-
 }  // namespace cuda_emulator
 
 // ---- what kernels see ----
-
-namespace cuda_emulator {
-
-// A variable that each thread sees with a value of its own; not macros, for launchers have fields
-// of the same names.
-template <const dim3& (*READ)()>
-struct Index {
-  struct X {
-    operator unsigned() const { return READ().x; }
-  } x;
-  struct Y {
-    operator unsigned() const { return READ().y; }
-  } y;
-  struct Z {
-    operator unsigned() const { return READ().z; }
-  } z;
-};
-inline const dim3& thread_index() {
-  return fiber().index;
-}
-inline const dim3& block_index() {
-  return worker->block;
-}
-inline const dim3& block_size() {
-  return worker->launch->block();
-}
-inline const dim3& grid_size() {
-  return worker->launch->grid();
-}
-
-}  // namespace cuda_emulator
-
-inline constexpr cuda_emulator::Index<cuda_emulator::thread_index> threadIdx{};
-inline constexpr cuda_emulator::Index<cuda_emulator::block_index> blockIdx{};
-inline constexpr cuda_emulator::Index<cuda_emulator::block_size> blockDim{};
-inline constexpr cuda_emulator::Index<cuda_emulator::grid_size> gridDim{};
 
 inline void __syncthreads(cuda_emulator::Where where = cuda_emulator::Where::current()) {
   cuda_emulator::block_collective(0, where);
@@ -642,13 +594,6 @@ inline int __all_sync(unsigned mask, int predicate,
                       cuda_emulator::Where where = cuda_emulator::Where::current()) {
   return __ballot_sync(mask, !predicate, where) == 0;
 }
-template <class T>
-unsigned __match_any_sync(unsigned mask, T value,
-                          cuda_emulator::Where where = cuda_emulator::Where::current()) {
-  return unsigned(cuda_emulator::warp_collective(cuda_emulator::Op::kMatch, mask,
-                                                 cuda_emulator::to_bits(value), 0, 32, where));
-}
-
 #define CUDA_EMULATOR_SHUFFLE(name, op, type)                                                      \
   template <class T>                                                                               \
   T name(unsigned mask, T value, type argument, int width = 32,                                    \
@@ -661,17 +606,15 @@ CUDA_EMULATOR_SHUFFLE(__shfl_up_sync, kShuffleUp, unsigned)
 CUDA_EMULATOR_SHUFFLE(__shfl_xor_sync, kShuffleXor, int)
 #undef CUDA_EMULATOR_SHUFFLE
 
-#define CUDA_EMULATOR_REDUCE(name, reduction)                                                    \
-  inline unsigned name(unsigned mask, unsigned value,                                            \
-                       cuda_emulator::Where where = cuda_emulator::Where::current()) {           \
-    return unsigned(cuda_emulator::warp_collective(cuda_emulator::Op::kReduce, mask, value,      \
-                                                   int(cuda_emulator::Reduction::reduction), 32, \
-                                                   where));                                      \
+#define CUDA_EMULATOR_REDUCE(name, op)                                                     \
+  inline unsigned name(unsigned mask, unsigned value,                                      \
+                       cuda_emulator::Where where = cuda_emulator::Where::current()) {     \
+    return unsigned(                                                                       \
+        cuda_emulator::warp_collective(cuda_emulator::Op::op, mask, value, 0, 32, where)); \
   }
 CUDA_EMULATOR_REDUCE(__reduce_add_sync, kAdd)
 CUDA_EMULATOR_REDUCE(__reduce_min_sync, kMin)
 CUDA_EMULATOR_REDUCE(__reduce_max_sync, kMax)
-CUDA_EMULATOR_REDUCE(__reduce_or_sync, kOr)
 #undef CUDA_EMULATOR_REDUCE
 
 #define CUDA_EMULATOR_ATOMIC(name, expression)        \
@@ -780,7 +723,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   cuda_emulator::Launch launch(config->gridDim, config->blockDim,
                                [&] { std::apply(kernel, copies); });
   ++cuda_emulator::work.kernels;
-  cuda_emulator::work.blocks += config->gridDim.x * config->gridDim.y * config->gridDim.z;
+  cuda_emulator::work.blocks += config->gridDim.x * config->gridDim.y;
   [[maybe_unused]] const cuda_emulator::Traffic traffic;
   launch.run();
   return cudaSuccess;
