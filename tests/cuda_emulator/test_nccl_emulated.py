@@ -237,21 +237,6 @@ def test_a_silent_rank_is_an_error_of_the_others_within_the_deadline(
         assert "direct of bucket b failed" in str(again[0]), "nothing is posted any more"
 
 
-def test_a_late_rank_is_waited_for(gpu: EmulatedDevice, nccl: Any) -> None:
-    with direct_group(nccl, 2) as group:
-
-        def run(rank: int) -> None:
-            group.ranks[rank].fill(0)
-            if rank:
-                time.sleep(1)
-            group.drive(rank, 0)
-
-        on_all(range(2), run)
-        first, second = (rank.bucket.grad_N.cpu() for rank in group.ranks)
-        assert bool(first.any())
-        assert torch.equal(first, second)
-
-
 def test_an_error_that_nccl_reports_ends_the_wait(gpu: EmulatedDevice, nccl: Any) -> None:
     remote_error = 6
     with direct_group(nccl, 2) as group:
@@ -313,7 +298,7 @@ def test_a_damaged_record_names_its_rank_and_spoils_the_sum_for_everyone(
             rank.transport.communicator.check()
 
 
-def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: Any) -> None:
+def test_a_late_rank_is_waited_for_and_every_stage_is_timed(gpu: EmulatedDevice, nccl: Any) -> None:
     with direct_group(nccl, 2) as group:
         for rank in group.ranks:
             rank.timer = StageTimer(GPU)
@@ -330,6 +315,9 @@ def test_the_breakdown_has_every_stage_of_the_call(gpu: EmulatedDevice, nccl: An
 
         began_s = time.monotonic()
         on_all(range(2), run)
+        first, second = (rank.bucket.grad_N.cpu() for rank in group.ranks)
+        assert bool(first.any())
+        assert torch.equal(first, second)
         spent_us = 1e6 * (time.monotonic() - began_s)
         stages = [rank.timer.times_us() for rank in group.ranks]
         for stage in ("network", "decode", "encode"):

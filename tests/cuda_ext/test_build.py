@@ -81,17 +81,12 @@ class TestWhatIsCompiledFirst:
         assert caplog.text.count("this takes minutes") == times
 
 
-def test_no_compiler_says_what_to_install(no_compiler, tmp_path):
-    with pytest.raises(DependencyError, match="no C\\+\\+ compiler") as caught:
-        build.build("off", tmp_path / "lib")
-    assert "apt-get install g++" in str(caught.value.remedy)
-
-
 def test_no_compiler_is_one_message_on_the_command_line(tmp_path):
     done = command("--out", tmp_path / "lib", PATH=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no C++ compiler")
     assert "got:      CXX=no-such-compiler" in done.stderr
+    assert "apt-get install g++" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -240,29 +235,27 @@ def test_numbers_in_errors_survive_a_libstdcxx_inside_the_library(tmp_path):
     assert "out of range at position 1 | 0 to 2999 | 3000" in said
 
 
+REPORT = (
+    "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
+    "ptxas info    : Function properties for _ZN1a12place_kernelEv\n"
+    "    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
+    "ptxas info    : Used 64 registers, used 1 barriers, 8192 bytes smem\n"
+)
+
+
 def test_spills_are_refused():
-    report = (
-        "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
-        "ptxas info    : Function properties for _ZN1a12place_kernelEv\n"
-        "    8 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
-        "ptxas info    : Used 64 registers, used 1 barriers, 8192 bytes smem\n"
-    )
-    (kernel,) = ptxas.read_report(report.format(spilled=0))
+    (kernel,) = ptxas.read_report(REPORT.format(spilled=0))
     assert (kernel.family, kernel.arch, kernel.registers) == ("place_kernel", "sm_90", 64)
     assert (kernel.shared_bytes, kernel.spill_bytes) == (8192, 0)
     ptxas.refuse_spills([kernel])
     with pytest.raises(ExtensionError, match="spills registers") as caught:
-        ptxas.refuse_spills(ptxas.read_report(report.format(spilled=4)))
+        ptxas.refuse_spills(ptxas.read_report(REPORT.format(spilled=4)))
     assert "8 bytes" in str(caught.value.got)
 
 
 @needs_nvcc
 def test_only_a_strict_build_refuses_spills(monkeypatch, tmp_path):
-    report = (
-        "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
-        "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
-        "ptxas info    : Used 64 registers, used 1 barriers, 8192 bytes smem\n"
-    )
+    report = REPORT.format(spilled=4)
     monkeypatch.setattr(build, "compile_all", lambda jobs, verbose: [report] * len(jobs))
     monkeypatch.setattr(build, "run", Mock(return_value=""))
     monkeypatch.setattr(build, "install", Mock())
