@@ -65,7 +65,7 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         by_owners, communicator = exchange.scatters, transport.communicator
         return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=by_owners))
     if exchange.scatters:
-        return (yield from reduce_shards(NAME, exchange, message, sums))
+        return (yield from reduce_shards(NAME, sums))
     identity = Identity.of_message(NAME, exchange, message)
     group = group_of(identity, message, transport)
     n, rank, whole = group.world_size, group.rank, whole_cut(message.layout)

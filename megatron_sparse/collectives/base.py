@@ -209,7 +209,6 @@ def exchange_sizes(
     sizes: list[int],
     identity: Identity,
     transport: Transport | SubsetTransport,
-    names: Sequence[int] | None = None,
     *,
     unordered: bool = False,
 ) -> Generator[Yielded, None, list[list[int]]]:
@@ -222,7 +221,6 @@ def exchange_sizes(
         sizes: the same count on every rank.
         identity: of the collective; it must be the same on every rank.
         transport: moves the message; on CUDA the result is read on the host.
-        names: what errors call the transport's ranks; by default their numbers in it.
         unordered: after this the collective sends small messages with its own tag only, which may
             mix with other buckets': on a CPU the next bucket may agree meanwhile.
 
@@ -233,7 +231,7 @@ def exchange_sizes(
         CommunicationError: a rank has another identity or number of sizes.
         WireFormatError: a rank's row is damaged.
     """
-    n = transport.world_size
+    n, names = transport.world_size, names_of(transport)
     table: list[list[int]] = [[] for _ in range(n)]
     for start in range(0, len(sizes) or 1, n):  # one all-gather at least: it is the agreement
         words = identity.row(sizes[start : start + n], n, transport.device, len(sizes))
@@ -244,9 +242,14 @@ def exchange_sizes(
             yield UNORDERED
         yield work
         for place, row in enumerate(gathered.view(n, -1).tolist()):
-            rank = names[place] if names else place
-            table[place] += identity.read_row(row, rank, len(sizes))
+            table[place] += identity.read_row(row, names[place], len(sizes))
     return table
+
+
+def names_of(transport: Transport | SubsetTransport) -> Sequence[int]:
+    """What errors call each rank of a transport: its number in the whole group."""
+    is_subset = isinstance(transport, SubsetTransport)
+    return transport.ranks if is_subset else range(transport.world_size)
 
 
 class Subgroup:

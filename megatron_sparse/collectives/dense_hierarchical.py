@@ -61,7 +61,7 @@ class Lanes:
         count: lanes of each node.
         node: this rank's node.
         lane: this rank's lane; for a surplus rank the lane that it folds into.
-        home: the rank of this rank's lane on its node: itself, unless it is a surplus rank.
+        is_surplus: whether this rank has no lane of its own.
         guests: surplus ranks that fold into this one.
     """
 
@@ -69,10 +69,10 @@ class Lanes:
         self.members = members_of(nodes)
         self.count = min(map(len, self.members))
         self.node = sorted(set(nodes)).index(nodes[rank])
-        here = self.members[self.node]
-        self.lane = here.index(rank) % self.count
-        self.home = here[self.lane]
-        self.guests = self.owners(self.lane, self.node)[1:] if rank == self.home else []
+        place = self.members[self.node].index(rank)
+        self.lane = place % self.count
+        self.is_surplus = place >= self.count
+        self.guests = [] if self.is_surplus else self.owners(self.lane, self.node)[1:]
 
     def owners(self, lane: int, node: int) -> list[int]:
         """The rank of a lane on a node, and behind it the surplus ranks that fold into it."""
@@ -101,8 +101,8 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     accumulator = Accumulator(exchange, values_N)
     sent_bytes = 0
 
-    yield from _fold(accumulator, lanes, inside, transport.rank)
-    if transport.rank == lanes.home:
+    yield from _fold(accumulator, lanes, inside)
+    if not lanes.is_surplus:
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
         folding = Folding(across)
@@ -127,11 +127,11 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
             accumulator.sum_N[start_of[rank] :][:shard_numel]
             for rank in lanes.guests or [transport.rank]
         ]
-        yield from unfold(results, lanes, inside, transport.rank)
+        yield from unfold(results, lanes, inside)
         store(bucket.grad_N[bucket.shard(transport.rank)], accumulator.sum_N[own])
     else:
         results = [values_N] * max(len(lanes.guests), 1)
-        yield from unfold(results, lanes, inside, transport.rank)
+        yield from unfold(results, lanes, inside)
         store(bucket.grad_N, values_N)
     return sent_bytes + inside.sent_bytes
 
@@ -156,34 +156,33 @@ def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> 
     return shuffled_N
 
 
-def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
-    """Surplus ranks send all their values to their lane's rank, which adds them."""
+def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup) -> Phase:
+    """Surplus ranks send all their values to their lane's rank, which adds them.
+
+    `inside` are the ranks of the node: rank number i of it has lane i, those behind have none.
+    """
     numel = accumulator.sum_N.numel()
-    here = lanes.members[lanes.node]
-    if rank != lanes.home:
-        sent = accumulator.outgoing(0, numel)
-        yield from inside.exchange([(here.index(lanes.home), sent)], [])
+    if lanes.is_surplus:
+        yield from inside.exchange([(lanes.lane, accumulator.outgoing(0, numel))], [])
     for guest in lanes.guests:
         received = accumulator.incoming(numel)
-        yield from inside.exchange([], [(here.index(guest), received)])
+        yield from inside.exchange([], [(inside.ranks.index(guest), received)])
         accumulator.add(0, numel, received)
 
 
-def unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
+def unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup) -> Phase:
     """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32.
 
     Args:
         results: of each guest, or of this rank if it is one.
         lanes: of this rank.
-        inside: the ranks of the node.
-        rank: this one, of the whole group.
+        inside: as in `_fold`.
     """
-    here = lanes.members[lanes.node]
-    if rank != lanes.home:
-        yield from inside.exchange([], [(here.index(lanes.home), results[0])], last=True)
+    if lanes.is_surplus:
+        yield from inside.exchange([], [(lanes.lane, results[0])], last=True)
     elif lanes.guests:
-        sends = [(here.index(g), piece) for g, piece in zip(lanes.guests, results, strict=True)]
-        yield from inside.exchange(sends, [], last=True)
+        guests = map(inside.ranks.index, lanes.guests)
+        yield from inside.exchange([*zip(guests, results, strict=True)], [], last=True)
 
 
 def cost(run: DryRun) -> None:

@@ -32,8 +32,7 @@ def dense_q(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
     """
-    sums = SparseSum(exchange, message, whole=True)
-    return (yield from reduce_shards(NAME, exchange, message, sums))
+    return (yield from reduce_shards(NAME, SparseSum(exchange, message, whole=True)))
 
 
 def cost(run: DryRun) -> None:

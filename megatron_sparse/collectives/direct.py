@@ -33,8 +33,13 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     Yielded,
     exchange_sizes,
+    names_of,
 )
-from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
+from megatron_sparse.collectives.gather import (
+    doubling_all_gather,
+    pairwise_all_gather,
+    pairwise_all_to_all,
+)
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
     Cut,
@@ -62,11 +67,21 @@ def direct(exchange: Exchange, message: Message) -> Steps:
     sums, communicator = SparseSum(exchange, message), exchange.transport.communicator
     if message.slots is not None and communicator is not None:
         return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=True))
-    return (yield from reduce_shards(NAME, exchange, message, sums))
+    return (yield from reduce_shards(NAME, sums))
 
 
-def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: SparseSum) -> Steps:
-    """All of `direct`, under another scheme's name and with its kind of sum. Mutates `sums`."""
+def reduce_shards(
+    scheme: str, sums: SparseSum, *, doubling: bool = False, dense: bool = False
+) -> Steps:
+    """All of `direct`, or a scheme that differs from it in the kind of sum or in phase 2.
+
+    Args:
+        scheme: the name that ranks agree on.
+        sums: of the message. Mutated.
+        doubling: the sums are gathered by recursive doubling instead of pairwise.
+        dense: the sums travel dense.
+    """
+    exchange, message = sums.exchange, sums.message
     identity = Identity.of_message(scheme, exchange, message)
     group = group_of(identity, message, exchange.transport)
     cuts = shard_cuts(message.layout, group.world_size)
@@ -74,10 +89,14 @@ def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: Spars
     if exchange.scatters:
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
-    buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
-    own_bytes = sizes[group.rank]
-    own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]
-    yield from pairwise_all_gather(own, room, sizes, group, sums.placer(cuts))
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
+    place = sums.placer(cuts, dense=dense)
+    if doubling:
+        yield from doubling_all_gather(buffer, sizes, group, place)
+    else:
+        own_bytes = sizes[group.rank]
+        own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]
+        yield from pairwise_all_gather(own, room, sizes, group, place)
     return group.sent_bytes
 
 
@@ -91,6 +110,7 @@ def split(
         WireFormatError: a peer's records are not what was announced.
     """
     n, rank, message = group.world_size, group.rank, sums.message
+    names = names_of(sums.exchange.transport)
     own_sizes = message.shard_bytes()
     sizes = [own_sizes[rank]] * n  # of messages in slots: the same on every rank
     if message.slots is None:
@@ -98,12 +118,12 @@ def split(
         transport = sums.exchange.transport
         table = yield from exchange_sizes(own_sizes, identity, transport, unordered=small)
         sizes = [row[rank] for row in table]
-        check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
+        check_announced(sizes, [cuts[rank]] * n, message.value_dtype, names)
     sent = message.buffer[: message.nbytes].split(own_sizes)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
     yield from pairwise_all_to_all(sent, received, group, last=last)
-    sums.add_messages(received, cuts[rank], range(n))
+    sums.add_messages(received, cuts[rank], names)
 
 
 def encode_own_shard(
@@ -135,7 +155,7 @@ def encode_own_shard(
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
-    check_announced(sizes, cuts, sums.gather_dtype)
+    check_announced(sizes, cuts, sums.gather_dtype, names_of(transport))
     return buffer, sizes
 
 

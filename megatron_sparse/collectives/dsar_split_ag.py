@@ -16,11 +16,11 @@ ranks r ... r + d - 1, in the last round only as many as are missing. With equal
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.collectives.direct import split_cost
+from megatron_sparse.collectives.direct import reduce_shards, split_cost
 from megatron_sparse.collectives.gather import doubling_all_gather_cost
 from megatron_sparse.collectives.records import reads_reports
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
-from megatron_sparse.collectives.ssar_split_ag import split_and_double
+from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -34,7 +34,8 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    return (yield from split_and_double(NAME, exchange, message, dense=True))
+    sums = SparseSum(exchange, message)
+    return (yield from reduce_shards(NAME, sums, doubling=True, dense=True))
 
 
 def cost(run: DryRun) -> None:

@@ -38,8 +38,7 @@ cost stands in the scheme's file.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -56,7 +55,6 @@ from megatron_sparse.collectives.base import (
     Phase,
     Steps,
     Subgroup,
-    Yielded,
     exchange_sizes,
     without,
 )
@@ -66,7 +64,6 @@ from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import pairwise_rounds
 from megatron_sparse.collectives.records import CUTS
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -88,7 +85,7 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     tag = identity.tag
     lanes = Lanes(transport.nodes, transport.rank)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
-    has_lane = transport.rank == lanes.home
+    has_lane = not lanes.is_surplus
     sends_in_phase_3 = bool(lanes.guests) if scatter else inside.world_size > 1
     parts = LaneParts(bucket, message.layout, lanes)
     with exchange.timer.stage("decode"):
@@ -111,13 +108,13 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
             options=replace(exchange.options, sum_bits=None),
         )
         steps = direct(across, _encoded(across, bucket, message))
-        sent_bytes = yield from _within(steps, lane.ranks, last=ends_early)
+        sent_bytes = yield from steps if ends_early else without(steps, Marker)  # phase 3 posts
     # Phase 3: the complete sums reach the ranks of the node.
     if scatter:
         # A rank without a lane gets the sum of its own shard.
         owners = lanes.guests or [transport.rank]
         results = [values_N[parts.shard(rank)] for rank in owners]
-        yield from unfold(results, lanes, inside, transport.rank)
+        yield from unfold(results, lanes, inside)
         own = parts.shard(transport.rank)
         store(bucket.grad_N[bucket.shard(transport.rank)], values_N[own])
     else:
@@ -276,22 +273,6 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
     )
     with across.timer.stage("encode"):
         return encode(lane_bucket, lane_bucket.layout(sharded=True), spec, across.buffers)
-
-
-def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
-    """Phase 2, the lane's steps; passes on that they post no more only if `last`.
-
-    The lane numbers its ranks from 0; this renames them in its errors to the group's.
-    """
-    try:
-        return (yield from steps if last else without(steps, Marker))
-    except WireFormatError as error:
-        raise WireFormatError(
-            re.sub(r"\brank (\d+)", lambda match: f"rank {ranks[int(match[1])]}", error.what),
-            expected=error.expected,
-            got=error.got,
-            remedy=error.remedy,
-        ) from error
 
 
 def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> Phase:

@@ -43,7 +43,7 @@ def omnireduce(exchange: Exchange, message: Message) -> Steps:
     """
     block_size = exchange.options.block_size
     sums = SparseSum(exchange, message, form=FORMAT_BLOCKS, block_size=block_size)
-    return (yield from reduce_shards(f"{NAME} {block_size}", exchange, message, sums))
+    return (yield from reduce_shards(f"{NAME} {block_size}", sums))
 
 
 def cost(run: DryRun) -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from megatron_sparse.collectives.accumulator import partial_name
-from megatron_sparse.collectives.base import Exchange
+from megatron_sparse.collectives.base import Exchange, names_of
 from megatron_sparse.collectives.records import Cut, sum_step
 from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE, Expected, RecordSpec, Segments
@@ -174,14 +174,15 @@ class SparseSum:
         They replace this rank's values, also in its own shard, so that every rank has the same
         bits. `dense` sums have a fixed size and therefore no slots.
         """
+        names = names_of(self.exchange.transport)
 
         def place(rank: int, records: torch.Tensor) -> None:
             """Replaces the values of `cuts[rank]` by these records, here and in the gradient."""
             cut = cuts[rank]
             slots_S = None if dense else self.slots_of_sum(cut)
             value_dtype = self.final_dtype if dense else self.gather_dtype
-            self.add_sum(records, cut, value_dtype, rank, fresh=True, slots_S=slots_S)
-            self.write(cuts[rank].elements)
+            self.add_sum(records, cut, value_dtype, names[rank], fresh=True, slots_S=slots_S)
+            self.write(cut.elements)
 
         return place
 

@@ -13,15 +13,10 @@ reduce-scatter it would be `direct`.
 
 from __future__ import annotations
 
-from megatron_sparse.collectives.base import Exchange, Identity, Steps
-from megatron_sparse.collectives.direct import (
-    encode_own_shard,
-    split,
-    split_cost,
-    spread_sums_cost,
-)
-from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
-from megatron_sparse.collectives.records import group_of, reads_reports, shard_cuts
+from megatron_sparse.collectives.base import Exchange, Steps
+from megatron_sparse.collectives.direct import reduce_shards, split_cost, spread_sums_cost
+from megatron_sparse.collectives.gather import doubling_all_gather_cost
+from megatron_sparse.collectives.records import reads_reports
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
@@ -36,28 +31,7 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    return (yield from split_and_double(NAME, exchange, message))
-
-
-def split_and_double(
-    scheme: str, exchange: Exchange, message: Message, *, dense: bool = False
-) -> Steps:
-    """Sums this rank's shard of all messages, then gathers all shards by recursive doubling.
-
-    Args:
-        scheme: the name that ranks agree on: `ssar_split_ag`, or of a scheme that does the same.
-        exchange: the bucket, which gets the sum.
-        message: this rank's.
-        dense: whether the sums travel dense.
-    """
-    identity = Identity.of_message(scheme, exchange, message)
-    group = group_of(identity, message, exchange.transport)
-    cuts = shard_cuts(message.layout, group.world_size)
-    sums = SparseSum(exchange, message)
-    yield from split(identity, cuts, sums, group, last=False)  # sums follow
-    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
-    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=dense))
-    return group.sent_bytes
+    return (yield from reduce_shards(NAME, SparseSum(exchange, message), doubling=True))
 
 
 def cost(run: DryRun) -> None:

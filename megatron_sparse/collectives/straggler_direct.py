@@ -58,16 +58,17 @@ from megatron_sparse.collectives.records import Cut, check_announced, message_pa
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
+    HANDSHAKE_TAG,
     chunk_cuts,
     chunks_of,
     copies_of,
-    early_transport,
     meetings_of,
     shake_hands,
     straggler_of,
 )
 from megatron_sparse.formats.message import Message
 from megatron_sparse.straggler.schedule import early_ranks
+from megatron_sparse.transport.base import SubsetTransport
 
 NAME = "straggler_direct"
 
@@ -239,8 +240,8 @@ class _Run:
 
     def _exchange_early_sizes(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
         """Sends every early rank these sizes; returns the sizes of each early rank."""
-        transport = early_transport(self.transport, self.late)
-        return (yield from exchange_sizes(sizes, self.identity, transport, self.early_ranks))
+        early = SubsetTransport(self.transport, self.early_ranks, HANDSHAKE_TAG)
+        return (yield from exchange_sizes(sizes, self.identity, early))
 
     def _message_parts(
         self, sizes: list[int], early_sizes: list[int]

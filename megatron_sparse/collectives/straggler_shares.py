@@ -25,7 +25,6 @@ from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import Meetings, check_ranks, early_ranks
 from megatron_sparse.transport import Transport, Work
-from megatron_sparse.transport.base import SubsetTransport
 
 HANDSHAKE_TAG = 0x5742_4747
 """The same for all buckets: between two ranks handshakes meet in the order of the buckets."""
@@ -107,9 +106,3 @@ def shake_hands(
     rows = [(peer, torch.empty_like(row)) for peer in peers]
     work = transport.exchange([(peer, row) for peer in peers], rows, HANDSHAKE_TAG)
     return work, lambda: [identity.read_row(words.tolist(), peer) for peer, words in rows]
-
-
-def early_transport(transport: Transport, straggler: int) -> SubsetTransport:
-    """The early ranks as a transport of their own, for their agreement."""
-    early = early_ranks(transport.world_size, straggler)
-    return SubsetTransport(transport, early, HANDSHAKE_TAG)
