@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.link_density import LinkDensity
 from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
@@ -73,19 +72,6 @@ def _format(records):
     return max(headers, key=lambda header: header.numel).format
 
 
-def test_equation_7_predicts_the_density_of_sums_of_independent_positions():
-    n, numel, density = 6, 200_000, 0.1
-    generator = torch.Generator().manual_seed(5)
-    chosen = [torch.rand(numel, generator=generator) < density for _ in range(n)]
-    link = LinkDensity(0, [float(c.double().mean()) for c in chosen], NEVER)
-    union = torch.zeros(numel, dtype=torch.bool)
-    for step in range(n):
-        union |= chosen[-step % n]
-        link.extrapolate()
-        # Six standard deviations of a mean of 200,000 draws with variance at most 1/4.
-        assert abs(link.density - float(union.double().mean())) < 6 * 0.5 / numel**0.5
-
-
 def test_thresholds_come_from_the_paper_unless_given():
     for form, expected in (("auto", SPCCL), ("pici", SPCCL), ("coo", (0.3, 0.4, 0.5))):
         assert SchemeConfig(format=form).ring_densities() == expected
@@ -128,34 +114,6 @@ def test_exact_in_every_format_and_sums_are_in_it(wire_format, op):
             assert _format(values) == codes[wire_format]
 
 
-def test_a_link_that_has_gone_dense_stays_dense():
-    """Density 0.2 among 8 ranks: sums of 2, 3, ... have densities 0.36, 0.488, 0.59, ..."""
-    for threshold, sparse in ((0.3, 1), (0.45, 2), (0.55, 3), (NEVER, 7)):
-        case = _case(8, (threshold, NEVER, NEVER), CollectiveOp.REDUCE_SCATTER, numel=40_000)
-        for messages in _run(case)[1]:
-            assert _kinds(messages) == ["sparse"] * sparse + ["dense"] * (7 - sparse)
-            sizes = [values for values in messages if values.dtype == torch.int64]
-            assert len(sizes) == sparse, "dense sums have no size round"
-            assert all(
-                values.nbytes == 4 * case.numel // 8
-                for values in messages
-                if values.dtype == torch.float32
-            )
-
-
-def test_dense_sends_lie_between_sparse_ones():
-    """Nodes (0, 0, 1, 1): links 1 -> 2 and 3 -> 0 cross nodes; only links inside go dense."""
-    case = _case(4, (0, NEVER, NEVER), CollectiveOp.REDUCE_SCATTER)
-    results, sent, _ = _run(case, (2, 2))
-    assert_exact(case, results)
-    kinds = [_kinds(messages) for messages in sent]
-    assert kinds[0] == kinds[2] == ["sparse", "dense", "dense"]
-    assert kinds[1] == kinds[3] == ["sparse", "sparse", "sparse"]
-    # In step s rank r sends shard r - s, so shard 2 crosses the links of ranks 3, 0 and 1.
-    path = [kinds[(2 + step) % 4][step - 1] for step in (1, 2, 3)]
-    assert path == ["sparse", "dense", "sparse"]
-
-
 def test_the_ring_runs_node_by_node():
     """With nodes (0, 1, 0, 1) it is 0, 2, 1, 3: two of the four links cross nodes."""
     nodes = (0, 1, 0, 1)
@@ -185,16 +143,6 @@ def test_measured_densities_correct_extrapolated_ones(monkeypatch):
     assert torch.equal(torch.cat(results), 8 * real(case, 0))
     for messages in sent:
         assert _kinds(messages) == ["sparse"] * 7
-
-
-def test_the_gather_has_a_threshold_of_its_own():
-    """The reduce-scatter ends dense, and the sums of density 0.59 still travel as Pici records."""
-    for gather, expected in ((0.55, FORMAT_DENSE), (0.65, FORMAT_PICI)):
-        case = _case(4, (0, NEVER, gather), numel=40_000)
-        for messages in _run(case)[1]:
-            assert _kinds(messages) == ["sparse", "dense", "dense", *["sparse"] * 3]
-            for records in messages[-3:]:
-                assert _format(records) == expected
 
 
 def _prunable(oracle, shard):

@@ -118,19 +118,6 @@ def test_bytes_are_those_of_the_header(m, k, op):
         assert ran.sent_bytes() == [sent + unreported for sent in ran.sent]
 
 
-def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
-    """2 nodes of 4 ranks: an element that several ranks of a node have selected crosses once."""
-    crossing = {}
-    for name in ("direct", "hierarchical"):
-        case = Case(name, 8, density=0.2, numel=40_000)
-        links = run_case(case, on_nodes((4, 4))).cluster.link_bytes.items()
-        crossing[name] = sum(size for (a, b), size in links if a // 4 != b // 4)
-    # Each way, in dense buckets: direct sends 4 halves of messages of density 0.2 and 4 x 4 eighths
-    # of a sum of density 0.83, 2.5 together; the hierarchy 4 eighths of a node's sum of density
-    # 0.59 and of the sum, 0.74.
-    assert crossing["hierarchical"] < crossing["direct"] / 3
-
-
 @pytest.mark.parametrize(
     ("nodes", "n"), [((0, 0, 1, 1), 4), pytest.param((0, 0, 1), 3, marks=pytest.mark.slow)]
 )

@@ -17,9 +17,7 @@ from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.hierarchical_hash import entries
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
 from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, run_gradients
-from tests.headers import read_headers
 
 HASHES = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)
@@ -126,12 +124,6 @@ def _by_blocks(gradients):
     return run_gradients("omnireduce", gradients, SchemeConfig())
 
 
-def _formats(sent):
-    """Of all records that the ranks have sent."""
-    messages = [data.numpy().tobytes() for rank in sent for _, data in rank]
-    return {header.format for data in messages for header in read_headers(data, rank=0)}
-
-
 def test_only_non_zero_blocks_travel_there_and_back():
     """Two ranks, shards of 8 blocks: rank 0 has two of rank 1's, which has one of them too."""
     gradients = [torch.zeros(16 * BLOCK) for _ in range(2)]
@@ -145,7 +137,6 @@ def test_only_non_zero_blocks_travel_there_and_back():
     empty, two = 48 + 16, 48 + 16 + 16 + 2 * 1024
     assert [(peer, data.numel()) for peer, data in sent[0]] == [(1, two), (1, empty)]
     assert [(peer, data.numel()) for peer, data in sent[1]] == [(0, empty), (0, two)]
-    assert _formats(sent) == {FORMAT_BLOCKS}
     for rank, message in enumerate(messages):
         storage = message.buffer.untyped_storage().data_ptr()
         pushed = sent[rank][0][1]
@@ -160,12 +151,3 @@ def test_a_block_whose_sum_is_zero_does_not_come_back():
     assert not results[1].any()
     assert sent[0][0][1].numel() == 48 + 16 + 16 + 1024
     assert sent[1][1][1].numel() == 48 + 16
-
-
-def test_scattered_values_travel_dense_and_never_cost_more():
-    generator = torch.Generator().manual_seed(5)
-    gradients = [(torch.rand(16 * BLOCK, generator=generator) < 0.1).float() for _ in range(2)]
-    results, sent, _ = _by_blocks(gradients)
-    assert torch.equal(results[0], gradients[0] + gradients[1])
-    assert _formats(sent) == {FORMAT_DENSE}
-    assert all(data.numel() == 48 + 8 * BLOCK * 4 for rank in sent for _, data in rank)
