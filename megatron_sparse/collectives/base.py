@@ -315,7 +315,8 @@ class Subgroup:
             return
         # Only over gloo: on virtual ranks each exchange stays a round, as its scheme is priced.
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
-        small = independent and over_gloo and _sent_bytes(rounds) <= SMALL_BYTES
+        sent_bytes = sum(values.nbytes for sends, _ in rounds for _, values in sends)
+        small = independent and over_gloo and sent_bytes <= SMALL_BYTES
         at_once = on_cuda or small
         # Small rounds are all posted along with the first one.
         last_posts = 0 if small else len(rounds) - 1
@@ -356,10 +357,6 @@ class Subgroup:
             [(self.ranks[peer], values) for peer, values in receives],
             self.tag,
         )
-
-
-def _sent_bytes(rounds: Sequence[Round]) -> int:
-    return sum(values.nbytes for sends, _ in rounds for _, values in sends)
 
 
 def whole_group(transport: Transport, tag: int) -> Subgroup:

@@ -14,7 +14,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
 
-ALL_OPS = frozenset(CollectiveOp)
 ALL_REDUCE_ONLY = frozenset({CollectiveOp.ALL_REDUCE})
 
 
@@ -55,7 +54,7 @@ class Scheme:
     run: Callable[..., Steps]
     place: int
     cost: Callable[..., None] | None = None
-    ops: frozenset[CollectiveOp] = ALL_OPS
+    ops: frozenset[CollectiveOp] = frozenset(CollectiveOp)
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = lambda _: ()
     own_format: str | None = None

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
 
 import torch
 
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.straggler.generate import make_schedule
-from megatron_sparse.straggler.schedule import Meetings, check_ranks, early_ranks
+from megatron_sparse.straggler.schedule import check_ranks, early_ranks
 from megatron_sparse.transport import Transport, Work
 
 HANDSHAKE_TAG = 0x5742_4747
@@ -65,19 +66,39 @@ def chunks_of(numel: int, world_size: int) -> list[slice]:
     return [slice(*ends) for ends in pairwise(chunk_cuts(numel, world_size - 1))]
 
 
+class Meeting(NamedTuple):
+    """One rank's part of one round: the chunks that it sends and receives, if any."""
+
+    peer: int
+    sends: int | None
+    receives: int | None
+
+
 @lru_cache(maxsize=64)
-def meetings_of(world_size: int, straggler: int) -> Meetings:
-    """Each rank's meetings after the straggler's arrival: peers, and the chunks they exchange."""
-    return make_schedule(world_size, straggler).meetings()
+def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
+    """The schedule as each rank sees it, by rank, without the rounds in which it is idle.
+
+    Example:
+        >>> meetings_of(2, straggler=1)[0]
+        [Meeting(peer=1, sends=0, receives=0)]
+    """
+    meetings: list[list[Meeting]] = [[] for _ in range(world_size)]
+    for transfers in make_schedule(world_size, straggler):
+        chunk_of = {(t.sender, t.receiver): t.chunk for t in transfers}
+        for sender, receiver in chunk_of:
+            sent, back = chunk_of[sender, receiver], chunk_of.get((receiver, sender))
+            meetings[sender].append(Meeting(receiver, sent, back))
+            if back is None:  # else the transfer back makes the receiver's meeting
+                meetings[receiver].append(Meeting(sender, None, sent))
+    return meetings
 
 
 @lru_cache(maxsize=64)
 def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
     """For each round, the chunks that other ranks pass on beside the straggler's exchange."""
-    schedule = make_schedule(world_size, straggler)
+    partners = early_ranks(world_size, straggler)  # of the straggler, in the first rounds
     passed_on = []
-    for number, transfers in enumerate(schedule.rounds):
-        partner = schedule.early_ranks[number] if number < schedule.chunks else None
+    for transfers, partner in zip_longest(make_schedule(world_size, straggler), partners):
         pair = {partner, straggler}
         passed_on.append({t.chunk for t in transfers if {t.sender, t.receiver} != pair})
     return tuple(tuple(sorted(chunks)) for chunks in passed_on)

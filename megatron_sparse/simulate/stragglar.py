@@ -142,7 +142,7 @@ def rows_7(fast: bool) -> list[Row]:
     rows, link = [], DGX_H100.intra
     s_beta_s = GIB * link.beta_s
     for n in FAST_POWERS if fast else POWERS:
-        rounds, log_n = len(make_schedule(n).rounds), math.log2(n)
+        rounds, log_n = len(make_schedule(n)), math.log2(n)
         delays_s = {
             "on the cluster": critical_on_cluster_s(n, GIB),
             "appendix B, exact": critical_delay_s(n, rounds, GIB, link),

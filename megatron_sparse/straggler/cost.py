@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import fmean
 
 from megatron_sparse.straggler.detector import Readiness, delay_s, last_rank
@@ -129,7 +128,7 @@ def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTi
     """
     return SplitTimes(
         early_s=reduce_scatter_cost(n).time_s(buffer_bytes, link),
-        after_s=straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link),
+        after_s=straggler_aware_cost(n, len(make_schedule(n))).time_s(buffer_bytes, link),
         otherwise_s=ring_cost(n).time_s(buffer_bytes, dense),
     )
 
@@ -149,7 +148,7 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
         link: between any two ranks.
     """
     both = message_bytes + sum_bytes
-    rounds = _rounds(n)
+    rounds = len(make_schedule(n))
     # In all but n - 1 of the rounds, a chunk of the message is all that travels.
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
     # In the n - 1 others the straggler's port carries its message one way and the sum the other.
@@ -159,8 +158,3 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),  # 1: the handshake
         otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both, link),
     )
-
-
-@lru_cache(maxsize=64)
-def _rounds(n: int) -> int:
-    return len(make_schedule(n).rounds)

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from megatron_sparse.straggler.matching import matching_rounds
-from megatron_sparse.straggler.schedule import Round, Schedule, Transfer, check_ranks, early_ranks
+from megatron_sparse.straggler.schedule import Round, Transfer, check_ranks, early_ranks
 
 
-def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
-    """The exchanges after the straggler's arrival.
+@lru_cache(maxsize=64)
+def make_schedule(world_size: int, straggler: int | None = None) -> tuple[Round, ...]:
+    """The rounds of exchanges after the straggler's arrival, which the early ranks wait for.
 
     Deterministic, so that every rank can make its own. Powers of two take milliseconds, others as
     long as their matchings: about a second for 40 ranks, and growing with the fourth power.
@@ -33,6 +34,9 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
 
     Raises:
         ConfigError: there is no such rank.
+
+    Example:
+        Of 2 ranks, with rank 1 late: one round, in which the two exchange the only chunk.
     """
     straggler = world_size - 1 if straggler is None else straggler
     check_ranks(world_size, straggler)
@@ -42,7 +46,7 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
     for transfers in _rounds(world_size):
         renumbered = [Transfer(names[t.sender], names[t.receiver], t.chunk) for t in transfers]
         rounds.append(tuple(renumbered))
-    return Schedule(world_size, straggler, tuple(rounds))
+    return tuple(rounds)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,6 @@ r-th early rank and the straggler exchange chunk r and add: from then on both ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_sparse.errors import ConfigError
@@ -25,63 +24,7 @@ class Transfer(NamedTuple):
 
 
 Round = tuple[Transfer, ...]
-
-
-class Meeting(NamedTuple):
-    """One rank's part of one round: the chunks that it sends and receives, if any."""
-
-    peer: int
-    sends: int | None
-    receives: int | None
-
-
-Meetings = tuple[tuple[Meeting, ...], ...]
-"""Of each rank, in the order of the rounds."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The exchanges that turn the early ranks' reduce-scatter into an all-reduce of all ranks.
-
-    Attributes:
-        world_size: n, at least 2.
-        straggler: the rank that comes last.
-        rounds: in order; the transfers of a round happen at once.
-
-    Example:
-        Of 2 ranks, with rank 1 late: one round, in which the two exchange the only chunk.
-    """
-
-    world_size: int
-    straggler: int
-    rounds: tuple[Round, ...]
-
-    @property
-    def chunks(self) -> int:
-        """One for each early rank: n - 1."""
-        return self.world_size - 1
-
-    @property
-    def early_ranks(self) -> tuple[int, ...]:
-        """All but the straggler; the i-th begins with chunk i."""
-        return tuple(early_ranks(self.world_size, self.straggler))
-
-    def meetings(self) -> Meetings:
-        """The schedule as each rank sees it, without the rounds in which it is idle.
-
-        Example:
-            The only round of 2 ranks, rank 1 being late, is for rank 0 to send chunk 0 to rank 1
-            and to receive chunk 0 from it: `Meeting(1, 0, 0)`.
-        """
-        meetings: list[list[Meeting]] = [[] for _ in range(self.world_size)]
-        for transfers in self.rounds:
-            chunk_of = {(t.sender, t.receiver): t.chunk for t in transfers}
-            for sender, receiver in chunk_of:
-                sent, back = chunk_of[sender, receiver], chunk_of.get((receiver, sender))
-                meetings[sender].append(Meeting(receiver, sent, back))
-                if back is None:  # else the transfer back makes the receiver's meeting
-                    meetings[receiver].append(Meeting(sender, None, sent))
-        return tuple(tuple(of_rank) for of_rank in meetings)
+"""The transfers of a round happen at once."""
 
 
 def early_ranks(world_size: int, straggler: int) -> list[int]:

@@ -43,7 +43,7 @@ def _dense(n, straggler, chunk=64, dtypes=("fp32", "fp32")):
 
 def _scheduled_s(case, *, worst=False):
     """Seconds of the schedule's rounds after the straggler's arrival."""
-    rounds = len(make_schedule(case.n, case.straggler).rounds)
+    rounds = len(make_schedule(case.n, case.straggler))
     cost = straggler_aware_cost(case.n, rounds, worst=worst)
     return cost.time_s(4 * SCALE * case.numel, LINK)
 
@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_header(dtypes):
 def _dense_bytes(case, rank, straggler, b, p):
     """Bytes that a rank sends: its transfers of the schedule, and phase 1 if it is early."""
     n, chunk = case.n, case.numel // (case.n - 1)
-    transfers = [t for r in make_schedule(n, straggler).rounds for t in r if t.sender == rank]
+    transfers = [t for r in make_schedule(n, straggler) for t in r if t.sender == rank]
     if rank == straggler:
         return len(transfers) * chunk * b
     reducing = sum(t.receiver == straggler for t in transfers)
@@ -110,7 +110,7 @@ def _dense_bytes(case, rank, straggler, b, p):
 def test_handshakes_do_not_grow_with_a_scaled_bucket():
     """A bucket so small that handshakes are most of the sent bytes."""
     case, scale = _dense(8, 7, chunk=1), 1e6
-    rounds = len(make_schedule(8).rounds)
+    rounds = len(make_schedule(8))
     expected = straggler_aware_cost(8, rounds).time_s(4 * case.numel * scale, LINK)
     assert _after_s(case, 1e3, 7, scale=scale) == pytest.approx(expected, rel=WITHIN)
 
@@ -157,7 +157,7 @@ class _Parts:
 
     def rounds(self):
         """The transfers after the arrival."""
-        return make_schedule(self.n, self.straggler).rounds
+        return make_schedule(self.n, self.straggler)
 
     def sent(self, rank):
         """By a rank, in all phases."""
@@ -211,7 +211,7 @@ def test_the_sparse_form_beats_the_plain_ones_and_the_dense_form(n, density):
 def test_a_message_has_the_parts_that_take_least():
     """Against all borders that it may choose from, round by round."""
     copies = copies_of(8, 7)
-    assert len(copies) == len(make_schedule(8).rounds)
+    assert len(copies) == len(make_schedule(8))
     assert copies[0] == ()
     for message, early, parts in ((10, 10, 7), (10, 20, 4), (10, 70, 1), (0, 0, 1)):
         assert len(parts_of([message] * 7, [early] * 7, copies)) == parts + 1, (message, early)
