@@ -24,7 +24,7 @@ value and of a partial sum are as for `dense_ring`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -90,12 +90,9 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
     cuts = piece_cuts(bucket, order)
-    start_of: dict[int, int] = {}  # of each rank's shard in the shuffled bucket
-    shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
+    shards = shards_of(bucket, order)
     if scatter:
-        shard_owners = [*chain(*order)]
-        start_of = {owner: index * shard_numel for index, owner in enumerate(shard_owners)}
-        values_N = _shuffled(exchange, values_N, shard_owners)
+        values_N = _shuffled(exchange, values_N, [*shards])
     tag = Identity.of_values("dense_hierarchical", exchange, values_N, step).tag
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     accumulator = Accumulator(exchange, values_N)
@@ -122,16 +119,11 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         sent_bytes = ring.sent_bytes + across.sent_bytes
 
     if scatter:
-        own = slice(start_of[transport.rank], start_of[transport.rank] + shard_numel)
-        results = [  # for each guest; or, on a guest, its own
-            accumulator.sum_N[start_of[rank] :][:shard_numel]
-            for rank in lanes.guests or [transport.rank]
-        ]
-        yield from unfold(results, lanes, inside)
-        store(bucket.grad_N[bucket.shard(transport.rank)], accumulator.sum_N[own])
+        yield from unfold(lambda rank: accumulator.sum_N[shards[rank]], lanes, inside)
+        own_M = accumulator.sum_N[shards[transport.rank]]
+        store(bucket.grad_N[bucket.shard(transport.rank)], own_M)
     else:
-        results = [values_N] * max(len(lanes.guests), 1)
-        yield from unfold(results, lanes, inside)
+        yield from unfold(lambda rank: values_N, lanes, inside)
         store(bucket.grad_N, values_N)
     return sent_bytes + inside.sent_bytes
 
@@ -142,6 +134,12 @@ def piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
         return even_cuts(bucket.numel, len(order))
     shard_numel = bucket.numel // bucket.world_size
     return [0, *accumulate(len(owners) * shard_numel for owners in order)]
+
+
+def shards_of(bucket: Bucket, order: Sequence[Sequence[int]]) -> dict[int, slice]:
+    """The shard of each rank, if shards lie in the order of `Lanes.order`; in that order."""
+    owners, numel = chain(*order), bucket.numel // bucket.world_size
+    return {owner: slice(i * numel, (i + 1) * numel) for i, owner in enumerate(owners)}
 
 
 def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> torch.Tensor:
@@ -170,19 +168,20 @@ def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup) -> Phase:
         accumulator.add(0, numel, received)
 
 
-def unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup) -> Phase:
+def unfold(result_of: Callable[[int], torch.Tensor], lanes: Lanes, inside: Subgroup) -> Phase:
     """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32.
 
     Args:
-        results: of each guest, or of this rank if it is one.
+        result_of: takes a rank; returns where its result lies here.
         lanes: of this rank.
         inside: as in `_fold`.
     """
     if lanes.is_surplus:
-        yield from inside.exchange([], [(lanes.lane, results[0])], last=True)
+        own = result_of(inside.ranks[inside.rank])
+        yield from inside.exchange([], [(lanes.lane, own)], last=True)
     elif lanes.guests:
-        guests = map(inside.ranks.index, lanes.guests)
-        yield from inside.exchange([*zip(guests, results, strict=True)], [], last=True)
+        sends = [(inside.ranks.index(guest), result_of(guest)) for guest in lanes.guests]
+        yield from inside.exchange(sends, [], last=True)
 
 
 def cost(run: DryRun) -> None:

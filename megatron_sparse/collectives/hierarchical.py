@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -58,7 +58,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     without,
 )
-from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, unfold
+from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, shards_of, unfold
 from megatron_sparse.collectives.direct import cost as direct_cost
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import pairwise_rounds
@@ -112,10 +112,8 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     # Phase 3: the complete sums reach the ranks of the node.
     if scatter:
         # A rank without a lane gets the sum of its own shard.
-        owners = lanes.guests or [transport.rank]
-        results = [values_N[parts.shard(rank)] for rank in owners]
-        yield from unfold(results, lanes, inside)
-        own = parts.shard(transport.rank)
+        yield from unfold(lambda rank: values_N[parts.shards[rank]], lanes, inside)
+        own = parts.shards[transport.rank]
         store(bucket.grad_N[bucket.shard(transport.rank)], values_N[own])
     else:
         if has_lane:
@@ -135,6 +133,9 @@ class LaneParts:
         bucket: the bucket to synchronise.
         layout: of a rank's message, cut into shards for a reduce-scatter.
         lanes: each rank's node and lane; also an attribute.
+
+    Attributes:
+        shards: for a reduce-scatter, the elements of each rank's shard; else empty.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, lanes: Lanes) -> None:
@@ -142,18 +143,12 @@ class LaneParts:
         order = lanes.order()
         # Each lane has one piece on each node: its part begins with the first of them.
         self._cuts = piece_cuts(bucket, order)[:: len(lanes.members)]
-        owners = chain(*order) if bucket.op is CollectiveOp.REDUCE_SCATTER else ()
-        self._shard_numel = bucket.numel // bucket.world_size
-        self._places = {owner: place for place, owner in enumerate(owners)}
+        is_scattered = bucket.op is CollectiveOp.REDUCE_SCATTER
+        self.shards = shards_of(bucket, order) if is_scattered else {}
 
     def part(self, lane: int) -> slice:
         """The elements of a lane's part."""
         return slice(self._cuts[lane], self._cuts[lane + 1])
-
-    def shard(self, rank: int) -> slice:
-        """The elements of a rank's shard, for a reduce-scatter."""
-        start = self._places[rank] * self._shard_numel
-        return slice(start, start + self._shard_numel)
 
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
         """This rank's part as a bucket of its lane's ranks.
@@ -181,14 +176,13 @@ class LaneParts:
         with all their segments.
         """
         offsets, keeps = self._layout.segment_offsets.tolist(), self._layout.segment_keep.tolist()
-        if not self._places:  # an all-reduce
+        if not self.shards:  # an all-reduce
             for (start, stop), keep in zip(pairwise(offsets), keeps, strict=True):
                 first, last = max(start, part.start), min(stop, part.stop)
                 if first < last:
                     yield first, last, bool(keep)
             return
-        for owner in self._places:
-            shard = self.shard(owner)
+        for owner, shard in self.shards.items():
             if part.start <= shard.start < part.stop:
                 shift = shard.start - self._bucket.shard(owner).start
                 for segment in range(*self._layout.shard_segments[owner : owner + 2]):
@@ -218,7 +212,7 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         values_N = exchange.take("lanes", bucket.numel, torch.float32)
     if scatter:
         pieces = message.buffer[: message.nbytes].split(message.shard_bytes())
-        targets = [values_N[parts.shard(owner)] for owner in range(bucket.world_size)]
+        targets = [values_N[parts.shards[owner]] for owner in range(bucket.world_size)]
         offsets = [layout.shard_offsets(owner) for owner in range(bucket.world_size)]
     else:
         pieces, targets = [message.buffer[: message.nbytes]], [values_N]

@@ -98,11 +98,6 @@ class SparseSum:
         """See `Exchange.take`."""
         return self.exchange.take(purpose, numel, dtype)
 
-    def clear(self) -> None:
-        """Makes the whole sum zero, for records that are added later and are not `fresh`."""
-        with self._timer.stage("decode"):
-            self.sum_N.zero_()
-
     def add_message(
         self, records: torch.Tensor, cut: Cut, rank: int, *, fresh: bool = False
     ) -> None:

@@ -187,7 +187,8 @@ def _pull(
     table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
     check_sizes(sizes, [place.capacity for place in places], range(len(places)))
-    sums.clear()
+    with exchange.timer.stage("decode"):
+        sums.sum_N.zero_()
 
     def arrived(server: int, record: torch.Tensor) -> None:
         """Writes a server's sums to their places."""
