@@ -49,7 +49,7 @@ def run(
     """
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--output {out} cannot be made", expected="a folder", got="a file")
-    dump = GradientDump.open(path)
+    dump = GradientDump(path)
     chosen = _kind(dump, kind, density)
     samples = list(samples_of(dump, chosen, density))
     what = "selected gradients" if chosen is Kind.SELECTED else "gradients before selection"

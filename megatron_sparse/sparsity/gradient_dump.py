@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import torch
@@ -62,7 +62,7 @@ class GradientDumpWriter:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> GradientDumpWriter(folder, [1]).write("b", 1, Kind.GRADIENT, torch.tensor([0.0, 2.0]))
-        >>> GradientDump.open(folder).read(1, "b")[0].to_dense()
+        >>> GradientDump(folder).read(1, "b")[0].to_dense()
         tensor([0., 2.])
     """
 
@@ -205,29 +205,23 @@ class GradientDump:
         buckets: by name.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        found = filter(None, map(_ITERATION.fullmatch, names))
-        self.iterations = sorted(int(match[1]) for match in found)
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
+    def __init__(self, path: Path) -> None:
         """Opens the folder of a dump, or of a run that has one.
 
         Raises:
             ProfileError: there is none.
         """
-        folder = path / FOLDER if (path / FOLDER).is_dir() else path
-        dump = cls(folder)
-        if not dump.iterations or not dump.buckets:
+        self.folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
+        found = filter(None, map(_ITERATION.fullmatch, names))
+        self.iterations = sorted(int(match[1]) for match in found)
+        if not self.iterations or not self.buckets:
             raise ProfileError(
                 f"{path} holds no gradient dump",
                 expected=f"a run's folder with {FOLDER}/, or that folder itself",
                 got="no such folder" if not path.is_dir() else "none of its files",
                 remedy="make one: megatron-sparse train tracking.record_gradients_iters=[10,20]",
             )
-        return dump
 
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:

@@ -156,7 +156,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 def _check_recording(run: Path) -> None:
     """The first iteration was dense; in the second, the selection is smaller than the gradient."""
-    recording = GradientDump.open(run)
+    recording = GradientDump(run)
     assert recording.iterations == [1, 2]
     assert len(recording.buckets) > 2
     for name in recording.buckets:

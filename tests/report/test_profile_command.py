@@ -92,7 +92,7 @@ def test_the_figures_show_the_numbers_of_the_samples(recorded, tmp_path, capsys)
     files = sorted(path.name for path in (tmp_path / "f").iterdir())
     assert files == sorted(f"{name}.{end}" for name in names for end in ("csv", "png"))
     rows = {name: list(csv.DictReader((tmp_path / "f" / f"{name}.csv").open())) for name in names}
-    samples = list(profile_report.samples_of(GradientDump.open(recorded), Kind.GRADIENT))
+    samples = list(profile_report.samples_of(GradientDump(recorded), Kind.GRADIENT))
 
     def of(name, panel, series):
         return [
@@ -143,7 +143,7 @@ def test_a_large_bucket_is_thinned_evenly():
 
 
 def test_a_model_and_a_measurement_are_labelled_as_such(recorded):
-    samples = list(profile_report.samples_of(GradientDump.open(recorded), Kind.GRADIENT))
+    samples = list(profile_report.samples_of(GradientDump(recorded), Kind.GRADIENT))
     labels = {figure.number: figure.label for figure in profiled.figures(samples)}
     assert "model" in labels[8]
     assert "measured" in labels[16]
@@ -186,7 +186,7 @@ def test_examples_record_naturally_sparse_gradients(script, embeddings, tmp_path
     monkeypatch.setattr(sys, "argv", [str(path), "--output", str(tmp_path), *options])
     with torch.random.fork_rng():
         runpy.run_path(str(path), run_name="__main__")
-    dump = GradientDump.open(tmp_path)
+    dump = GradientDump(tmp_path)
     assert dump.iterations == [2]
     assert set(dump.buckets) == embeddings | {"others"}
     for name in embeddings:

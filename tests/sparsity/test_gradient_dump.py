@@ -34,7 +34,7 @@ def sparse_vector(numel=100, dtype=torch.float32):
 def test_dense_and_sparse_tensors_come_back_bit_for_bit(tmp_path, dtype):
     dense, sparse = torch.arange(100).to(dtype), sparse_vector(dtype=dtype)
     write(tmp_path, [dense, sparse])
-    first, second = GradientDump.open(tmp_path).read(1, "b")
+    first, second = GradientDump(tmp_path).read(1, "b")
     assert torch.equal(first, dense)
     assert second.is_sparse
     assert second.dtype == dtype
@@ -47,7 +47,7 @@ def test_an_embeddings_rows_come_back_flat(tmp_path):
     )
     for form in (rows, rows.to_dense().to_sparse()):
         write(tmp_path, [form])
-        (found,) = GradientDump.open(tmp_path).read(1, "b")
+        (found,) = GradientDump(tmp_path).read(1, "b")
         assert torch.equal(found.to_dense(), rows.to_dense().flatten())
 
 
@@ -55,7 +55,7 @@ def test_content_of_a_recording(tmp_path):
     name = "chunk0.dense/1.0 ä%"
     write(tmp_path, [sparse_vector()] * 2, iteration=20, bucket=name)
     write(tmp_path, [sparse_vector()] * 2, iteration=3, bucket=name, kind=Kind.SELECTED)
-    dump = GradientDump.open(tmp_path)
+    dump = GradientDump(tmp_path)
     assert dump.iterations == [3, 20]
     assert list(dump.buckets) == [name]
     assert dump.buckets[name].world_size == 2
@@ -67,7 +67,7 @@ def test_content_of_a_recording(tmp_path):
 def test_groups_that_reduce_separately_are_distinguished(tmp_path):
     write(tmp_path, [sparse_vector(100)] * 2, first_rank=0)
     write(tmp_path, [sparse_vector(70)] * 2, first_rank=2)
-    dump = GradientDump.open(tmp_path)
+    dump = GradientDump(tmp_path)
     assert list(dump.buckets) == ["group-0-2/b", "group-2-2/b"]
     assert [dump.read(1, name)[0].numel() for name in dump.buckets] == [100, 70]
 
@@ -144,18 +144,18 @@ class TestWrongFiles:
     def test_no_recording(self, tmp_path):
         for folder in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(ProfileError, match="no gradient dump"):
-                GradientDump.open(folder)
+                GradientDump(folder)
 
     def test_a_runs_folder(self, recorded, tmp_path):
         run = tmp_path / "run"
         (run / FOLDER).mkdir(parents=True)
         (recorded / "iteration-000001").rename(run / FOLDER / "iteration-000001")
-        assert GradientDump.open(run).iterations == [1]
+        assert GradientDump(run).iterations == [1]
 
     @pytest.mark.parametrize(("iteration", "bucket"), [(9, "b"), (1, "c")])
     def test_missing_tensors(self, recorded, iteration, bucket):
         with pytest.raises(ProfileError, match="does not have that"):
-            GradientDump.open(recorded).read(iteration, bucket)
+            GradientDump(recorded).read(iteration, bucket)
 
     @pytest.mark.parametrize(
         ("damage", "says"),
@@ -175,7 +175,7 @@ class TestWrongFiles:
     def test_a_file_that_is_none(self, recorded, damage, says):
         damage(recorded / "iteration-000001/group-0-2/rank-0001/b.gradient.pt")
         with pytest.raises(ProfileError, match=says) as caught:
-            GradientDump.open(recorded).read(1, "b")
+            GradientDump(recorded).read(1, "b")
         assert caught.value.expected is not None
 
 
@@ -194,7 +194,7 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
         reducer.start(bucket, step).wait()
         sums.append(bucket.grad_N)
     progress.close()
-    dump = GradientDump.open(tmp_path)
+    dump = GradientDump(tmp_path)
     assert dump.iterations == [1, 3]
     assert dump.kinds(1, "b") == [Kind.GRADIENT]
     assert dump.kinds(3, "b") == [Kind.GRADIENT, Kind.SELECTED]
