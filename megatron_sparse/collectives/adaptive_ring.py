@@ -52,11 +52,10 @@ from megatron_sparse.collectives.sparse_ring import (
     ring_reduce_scatter_cost,
 )
 from megatron_sparse.collectives.sparse_sum import SparseSum
-from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.transport import Transport
-from megatron_sparse.wire import FORMAT_DENSE
+from megatron_sparse.wire import FORMAT_DENSE, wrong_field
 
 NAME = "adaptive_ring"
 
@@ -109,13 +108,7 @@ def _initial_densities(
     numel = sum(map(prunable_numel, cuts))
     for rank, (announced,) in enumerate(table):
         if not 0 <= announced <= numel:
-            raise WireFormatError(
-                f"rank {rank} announces a message of impossible size",
-                expected=f"0 to {numel} selected elements",
-                got=announced,
-                remedy="run the same version of megatron_sparse with the same configuration on all "
-                "ranks",
-            )
+            raise wrong_field(rank, "announced elements", f"0 to {numel}", announced)
     return [announced / numel if numel else 1.0 for (announced,) in table]
 
 

@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from megatron_sparse.errors import WireFormatError
+from megatron_sparse.wire import wrong_field
 
 SIZE_BITS = 48
 """Sizes are below 2^48; the 15 bits above hold the check, and the sign stays clear."""
@@ -42,7 +42,7 @@ def verified_size(word: int, rank: int) -> int:
     size = word % 2**SIZE_BITS
     if checksummed_size(size) != word:
         bits = word % 2**64  # without a sign, which damage may set
-        raise _damaged(rank, "size", hex(checksummed_size(size)), hex(bits))
+        raise wrong_field(rank, "size", hex(checksummed_size(size)), hex(bits))
     return size
 
 
@@ -65,19 +65,9 @@ def verified_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
     fingerprint, count = words[0], words[1] % 2**COUNT_BITS
     sizes = list(words[2 : 2 + count])
     if len(sizes) != count or checksummed_row(fingerprint, sizes)[1] != words[1]:
-        raise _damaged(rank, "agreement", "words that fit their check", f"{count} sizes")
+        raise wrong_field(rank, "agreement", "words that fit their check", f"{count} sizes")
     return fingerprint, sizes
 
 
 def _check(words: Sequence[int]) -> int:
     return zlib.crc32(struct.pack(f"<{len(words)}q", *words))
-
-
-def _damaged(rank: int, field: str, expected: str, got: str) -> WireFormatError:
-    """The error for a word or row of this rank whose check does not fit."""
-    return WireFormatError(
-        f"rank {rank}: field {field} is damaged",
-        expected=expected,
-        got=got,
-        remedy="restart from the last checkpoint; if it happens again, look at that rank's host",
-    )

@@ -27,10 +27,9 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.cuda_ext.ops import message_capacity
-from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES, Message
 from megatron_sparse.transport import Transport
-from megatron_sparse.wire import RECORD_ALIGNMENT
+from megatron_sparse.wire import RECORD_ALIGNMENT, wrong_field
 
 CUTS = 1024
 """Number of layouts whose cuts are cached; a bucket has one layout for each kind of scheme."""
@@ -199,13 +198,8 @@ def check_sizes(sizes: Sequence[int], most: Sequence[int], ranks: Sequence[int])
     """
     for size, limit, rank in zip(sizes, most, ranks, strict=True):
         if not 0 <= size <= limit or size % RECORD_ALIGNMENT:
-            raise WireFormatError(
-                f"rank {rank} announces records of impossible size",
-                expected=f"0 to {limit} bytes, a multiple of {RECORD_ALIGNMENT}",
-                got=size,
-                remedy="run the same version of megatron_sparse with the same configuration on all "
-                "ranks",
-            )
+            possible = f"0 to {limit} bytes, a multiple of {RECORD_ALIGNMENT}"
+            raise wrong_field(rank, "announced size", possible, size)
 
 
 def message_part(message: Message, cut: Cut) -> torch.Tensor:

@@ -149,19 +149,13 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
 def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
     """Refuses a format, bits or a dtype that the chosen scheme's messages cannot have."""
     scheme, bits = config.scheme, config.compression.given_value_bits
-    if chosen.own_format and scheme.format != "auto":
-        raise ConfigError(
-            f"scheme.name={scheme.name} has messages of its own format",
-            expected="scheme.format=auto",
-            got=scheme.format,
-            remedy="leave scheme.format out, or choose another scheme",
-        )
-    if chosen.own_format and bits is not None:
+    if chosen.own_format and (scheme.format != "auto" or bits is not None):
         raise ConfigError(
             f"scheme.name={scheme.name} has messages of its own format, with full values",
-            expected="compression.value_bits=null",
-            got=bits,
-            remedy="set compression.value_bits=null, or choose another scheme",
+            expected="scheme.format=auto, compression.value_bits=null",
+            got=f"scheme.format={scheme.format}, compression.value_bits={bits}",
+            remedy="leave scheme.format out and set compression.value_bits=null, or choose another "
+            "scheme",
         )
     # It sends every element, rounded to few bits.
     if chosen.sends_whole and scheme.wire_dtype is not None:

@@ -32,7 +32,6 @@ import torch
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
 from megatron_sparse.compression.selection import draw_key
-from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
 from megatron_sparse.pricing.profile import (
     BLOCK_SIZES,
@@ -48,6 +47,7 @@ from megatron_sparse.sparsity.characteristics import (
     unions,
 )
 from megatron_sparse.transport import Transport
+from megatron_sparse.wire import wrong_field
 
 WINDOWS, WINDOW_NUMEL = 2048, 256
 FINEST = 2048
@@ -106,22 +106,12 @@ def sample_profile(
     yield transport.all_gather(gathered, part)
     with timer.stage("profile"):
         parts = gathered.view(n, -1).cpu().numpy()
-        checksums = [checksum for _, checksum in announced]
-        for rank, (row, checksum) in enumerate(zip(parts, checksums, strict=True)):
-            _check_part(row, rank, checksum)
+        for rank, (row, (_, checksum)) in enumerate(zip(parts, announced, strict=True)):
+            got = zlib.crc32(row.tobytes())
+            if got != checksum:
+                field = "part of a sparsity profile"
+                raise wrong_field(rank, field, f"checksum {checksum:#010x}", f"{got:#010x}")
         return plan.profile(parts)
-
-
-def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
-    """Refuses a rank's part whose CRC-32 is not the one that the rank announced."""
-    got = zlib.crc32(row.tobytes())
-    if got != expected:
-        raise WireFormatError(
-            f"rank {rank}: its part of a sparsity profile is damaged",
-            expected=f"checksum {expected:#010x}",
-            got=f"{got:#010x}",
-            remedy="restart from the last checkpoint; look at that rank's host",
-        )
 
 
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:

@@ -135,5 +135,5 @@ def test_a_size_that_no_record_has_is_refused_in_the_handshake(monkeypatch, liar
         return (yield from original(run, lies))
 
     monkeypatch.setattr(straggler_direct._Run, "_shake_hands", announcing)
-    with pytest.raises(WireFormatError, match=f"rank {liar} announces records of impossible size"):
+    with pytest.raises(WireFormatError, match=f"rank {liar}: field announced size"):
         run_case(_case("straggler_direct", 4, DTYPES[0], 500, 2))

@@ -173,7 +173,7 @@ def test_a_damaged_part_is_found():
             own_M[17] ^= 1
         return own_M
 
-    with pytest.raises(WireFormatError, match="rank 1: its part of a sparsity profile"):
+    with pytest.raises(WireFormatError, match="rank 1: field part of a sparsity profile"):
         sample(
             random_gradients(2, 5000, 0.1),
             wrap=lambda t: Changing(t, damaged) if t.rank == 1 else t,
