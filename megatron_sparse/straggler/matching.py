@@ -110,7 +110,8 @@ class _State:
         graph = nx.Graph()
         for index, one in enumerate(idle):
             for other in idle[index + 1 :]:
-                values = [gift[0] for gift in self.gifts(one, other) if gift is not None]
+                gifts = self.gift(one, other), self.gift(other, one)
+                values = [gift[0] for gift in gifts if gift is not None]
                 if values:
                     weight = CHUNK_WEIGHT * len(values) + sum(values)
                     weight += JITTER * generator.random()
@@ -118,11 +119,10 @@ class _State:
         # For even n as many pairs as possible, whatever they weigh.
         matching = nx.max_weight_matching(graph, maxcardinality=self.n % 2 == 0)
         for one, other in sorted(sorted(edge) for edge in matching):
-            forth, back = self.gifts(one, other)
-            if forth is not None:
-                transfers.append(Transfer(one, other, forth[1]))
-            if back is not None:
-                transfers.append(Transfer(other, one, back[1]))
+            for sender, receiver in ((one, other), (other, one)):
+                gift = self.gift(sender, receiver)
+                if gift is not None:
+                    transfers.append(Transfer(sender, receiver, gift[1]))
         return transfers
 
     def fixed(self) -> list[Transfer]:
@@ -143,10 +143,6 @@ class _State:
         """Chunks that `sender` has and `receiver` lacks."""
         return self.held[sender] & ~self.held[receiver]
 
-    def gifts(self, one: int, other: int) -> tuple[Gift, Gift]:
-        """The chunk that the first would give the second, and the reverse."""
-        return self.gift(one, other), self.gift(other, one)
-
     def gift(self, sender: int, receiver: int) -> Gift:
         """The chunk that `sender` would give `receiver`."""
         raise NotImplementedError
@@ -164,16 +160,13 @@ class _Even(_State):
             transfers.append(Transfer(newest, behind, newest))
         return transfers
 
-    def gifts(self, one: int, other: int) -> tuple[Gift, Gift]:
-        spoils = self._spoils(one, other) or self._spoils(other, one)
-        return (None, None) if spoils else super().gifts(one, other)
-
     def gift(self, sender: int, receiver: int) -> Gift:
         """The oldest chunk, or the newest after the last reduction; in the first rounds only for
         ranks that have none.
         """
         missing = self.missing(sender, receiver)
-        if not missing:
+        # An exchange goes both ways, so neither end may spoil the other.
+        if not missing or self._spoils(receiver, sender) or self._spoils(sender, receiver):
             return None
         # Such ranks meet the straggler in the first rounds, or `fixed` gives them a chunk.
         is_reserved = receiver <= 2 * (self.levels - 1)
