@@ -25,8 +25,7 @@ from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Axes, Canvas, Figure, Row
 from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
 from megatron_sparse.simulate.pricing import Job, price
-from megatron_sparse.straggler.cost import critical_delay_s
-from megatron_sparse.straggler.generate import make_schedule
+from megatron_sparse.straggler.cost import dense_split
 from megatron_sparse.transport import Link
 
 NAMES = {
@@ -140,18 +139,18 @@ def critical_on_cluster_s(n: int, full_bytes: int) -> float:
 def rows_7(fast: bool) -> list[Row]:
     """The critical delay of 1 GiB, and its part due to beta, each also divided by s beta."""
     rows, link = [], DGX_H100.intra
-    s_beta_s = GIB * link.beta_s
+    no_alpha, s_beta_s = Link(0.0, link.beta_s), GIB * link.beta_s
     for n in FAST_POWERS if fast else POWERS:
-        rounds, log_n = len(make_schedule(n)), math.log2(n)
+        log_n = math.log2(n)
         delays_s = {
             "on the cluster": critical_on_cluster_s(n, GIB),
-            "appendix B, exact": critical_delay_s(n, rounds, GIB, link),
+            "appendix B, exact": dense_split(n, GIB, link, link).critical_s,
             "appendix B, simplified": (log_n - 2) * link.alpha_s + log_n / n * s_beta_s,
         }
         # The delay is linear in the size, so another GiB adds exactly the part due to beta.
         beta_parts_s = {
             "on the cluster": critical_on_cluster_s(n, 2 * GIB) - delays_s["on the cluster"],
-            "appendix B, exact": critical_delay_s(n, rounds, GIB, Link(0.0, link.beta_s)),
+            "appendix B, exact": dense_split(n, GIB, no_alpha, no_alpha).critical_s,
             "appendix B, simplified": log_n / n * s_beta_s,
         }
         for panel, times_s in (("critical delay", delays_s), ("beta only", beta_parts_s)):

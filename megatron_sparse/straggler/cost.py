@@ -51,32 +51,6 @@ class Cost:
         return self.rounds * link.alpha_s + self.buffers * buffer_bytes * link.beta_s
 
 
-def ring_cost(n: int) -> Cost:
-    """Ring."""
-    return Cost(2 * (n - 1), 2 * (n - 1) / n)
-
-
-def reduce_scatter_cost(n: int) -> Cost:
-    """A ring reduce-scatter of the n - 1 early ranks: what the delay may hide."""
-    return Cost(n - 2, (n - 2) / (n - 1))
-
-
-def straggler_aware_cost(n: int, rounds: int, *, worst: bool = False) -> Cost:
-    """A schedule of so many rounds of a chunk each; in the worst case after the reduce-scatter."""
-    early = reduce_scatter_cost(n) if worst else Cost(0, 0)
-    return Cost(early.rounds + rounds, early.buffers + rounds / (n - 1))
-
-
-def critical_delay_s(n: int, rounds: int, buffer_bytes: float, link: Link) -> float:
-    """The delay from which on the straggler-aware form beats the ring (appendix B, exactly).
-
-    The paper goes on to simplify it for large n, which is 1 % off for 64 ranks and 5 % for 8.
-    Not negative: where it would be, the straggler-aware form never loses.
-    """
-    aware = straggler_aware_cost(n, rounds, worst=True).time_s(buffer_bytes, link)
-    return max(0.0, aware - ring_cost(n).time_s(buffer_bytes, link))
-
-
 @dataclass(frozen=True)
 class SplitTimes:
     """One bucket with and without straggler-awareness, in seconds; see the module's docstring.
@@ -93,7 +67,11 @@ class SplitTimes:
 
     @property
     def critical_s(self) -> float:
-        """The delay above which the straggler-aware collective wins; negative if it never loses."""
+        """The delay above which the straggler-aware collective wins; negative if it never loses.
+
+        Of the dense one and the ring it is StragglAR's appendix B, exactly. The paper goes on to
+        simplify it for large n, which is 1 % off for 64 ranks and 5 % for 8.
+        """
         return self.early_s + self.after_s - self.otherwise_s
 
     @property
@@ -126,10 +104,12 @@ def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTi
         link: between any two ranks.
         dense: of the backend's own collective, modelled as a ring.
     """
+    rounds = len(make_schedule(n))  # of a chunk each
     return SplitTimes(
-        early_s=reduce_scatter_cost(n).time_s(buffer_bytes, link),
-        after_s=straggler_aware_cost(n, len(make_schedule(n))).time_s(buffer_bytes, link),
-        otherwise_s=ring_cost(n).time_s(buffer_bytes, dense),
+        # The early ranks' reduce-scatter is priced as a ring's.
+        early_s=Cost(n - 2, (n - 2) / (n - 1)).time_s(buffer_bytes, link),
+        after_s=Cost(rounds, rounds / (n - 1)).time_s(buffer_bytes, link),
+        otherwise_s=Cost(2 * (n - 1), 2 * (n - 1) / n).time_s(buffer_bytes, dense),
     )
 
 

@@ -9,12 +9,12 @@ from megatron_sparse.collectives.records import Cut
 from megatron_sparse.collectives.straggler_direct import parts_of
 from megatron_sparse.collectives.straggler_shares import chunks_of, copies_of
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.straggler.cost import straggler_aware_cost
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import early_ranks
 from megatron_sparse.transport import Link, Topology
 from tests.collectives.cases import DTYPES, Case, make_bucket, make_message, run_case
 from tests.collectives.test_costs import Oracle
+from tests.straggler.table_1 import straggler_aware_cost
 
 LINK = Link(1e-5, 1e-9)
 SCALE = 256.0
@@ -43,8 +43,7 @@ def _dense(n, straggler, chunk=64, dtypes=("fp32", "fp32")):
 
 def _scheduled_s(case, *, worst=False):
     """Seconds of the schedule's rounds after the straggler's arrival."""
-    rounds = len(make_schedule(case.n, case.straggler))
-    cost = straggler_aware_cost(case.n, rounds, worst=worst)
+    cost = straggler_aware_cost(case.n, len(make_schedule(case.n)), worst=worst)
     return cost.time_s(4 * SCALE * case.numel, LINK)
 
 

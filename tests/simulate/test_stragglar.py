@@ -7,7 +7,7 @@ import pytest
 from megatron_sparse.run.local_ranks import CHECKOUT
 from megatron_sparse.simulate import stragglar
 from megatron_sparse.simulate.machines import DGX_H100, GIB
-from megatron_sparse.straggler.cost import critical_delay_s
+from megatron_sparse.straggler.cost import dense_split
 from megatron_sparse.straggler.generate import make_schedule
 from tests.straggler.table_1 import all_reduce_costs
 
@@ -41,8 +41,8 @@ def test_times_are_those_of_table_1(scheme, n):
 def test_the_critical_delay_on_the_cluster_is_appendix_b():
     rows = {(row["panel"], row["series"], row["ranks"]): row for row in stragglar.rows_7(True)}
     for n in stragglar.FAST_POWERS:
-        rounds = len(make_schedule(n))
-        exact_ms = critical_delay_s(n, rounds, GIB, DGX_H100.intra) * 1e3
+        link = DGX_H100.intra
+        exact_ms = dense_split(n, GIB, link, link).critical_s * 1e3
         found = rows["critical delay", "on the cluster", n]["time_ms"]
         assert found == pytest.approx(exact_ms, abs=HANDSHAKE_S * 1e3)
         # (2 (n - 2) + log n) / (n - 1) - 2 (n - 1) / n, for which StragglAR writes log n / n.

@@ -1,6 +1,17 @@
 """Costs of the all-reduces that StragglAR compares (table 1)."""
 
-from megatron_sparse.straggler.cost import Cost, ring_cost, straggler_aware_cost
+from megatron_sparse.straggler.cost import Cost
+
+
+def ring_cost(n: int) -> Cost:
+    """Reduce-scatter and all-gather."""
+    return Cost(2 * (n - 1), 2 * (n - 1) / n)
+
+
+def straggler_aware_cost(n: int, rounds: int, *, worst: bool = False) -> Cost:
+    """A schedule of so many rounds of a chunk each; in the worst case after the reduce-scatter."""
+    one_after_another = rounds + (n - 2 if worst else 0)
+    return Cost(one_after_another, one_after_another / (n - 1))
 
 
 def rhd_cost(n: int) -> Cost:
