@@ -22,7 +22,12 @@ Arrived = Callable[[int, torch.Tensor], None]
 
 
 def pairwise_all_to_all(
-    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Subgroup, *, last: bool
+    sent: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    group: Subgroup,
+    *,
+    last: bool,
+    add: Callable[[int], None] | None = None,
 ) -> Phase:
     """Every rank sends a piece of its own to every other, one peer at a time: n - 1 rounds.
 
@@ -33,9 +38,22 @@ def pairwise_all_to_all(
         received: room for the piece of each rank, exactly as long as the piece.
         group: the ranks.
         last: this rank will post nothing more.
+        add: called once for each rank, this one included, in ascending order: as early as the
+            pieces up to that rank's have come.
     """
+    arrived: set[int] = set()
+    added = 0
+
+    def meanwhile(number: int) -> None:
+        """Notes the rank whose piece came in this round; adds all pieces that are now in order."""
+        nonlocal added
+        arrived.add((group.rank + number) % group.world_size)
+        while add is not None and added in arrived:
+            add(added)
+            added += 1
+
     rounds = pairwise_rounds([[piece] for piece in sent], [[piece] for piece in received], group)
-    yield from group.in_rounds(rounds, independent=True, last=last)
+    yield from group.in_rounds(rounds, meanwhile, independent=True, last=last)
 
 
 def pairwise_rounds(
@@ -51,27 +69,6 @@ def pairwise_rounds(
         sends = [(target, piece) for piece in sent[target]]
         rounds.append((sends, [(source, piece) for piece in received[source]]))
     return rounds
-
-
-def in_rank_order(group: Subgroup, add: Callable[[int], None]) -> Callable[[int], None]:
-    """For `in_rounds` of `pairwise_rounds`: adds pieces in rank order, as early as possible.
-
-    Args:
-        group: the ranks.
-        add: called once for each rank, this one included, in ascending order.
-    """
-    arrived: set[int] = set()
-    added = 0
-
-    def meanwhile(number: int) -> None:
-        """Notes the rank whose piece came in this round; adds all pieces that are now in order."""
-        nonlocal added
-        arrived.add((group.rank + number) % group.world_size)
-        while added in arrived:
-            add(added)
-            added += 1
-
-    return meanwhile
 
 
 def pairwise_all_gather(

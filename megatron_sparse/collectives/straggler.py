@@ -42,7 +42,7 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.dense_ring import dense_ring
-from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
+from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
     chunks_of,
@@ -161,8 +161,7 @@ class _Sums:
                 else:
                     sum_M.add_(parts[sender])
 
-        rounds = pairwise_rounds([[each] for each in chunks], [[each] for each in parts], group)
-        yield from group.in_rounds(rounds, in_rank_order(group, add), independent=True)
+        yield from pairwise_all_to_all(chunks, parts, group, last=False, add=add)
 
     def swap(self, number: int, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensor that this rank sends for a chunk's other part, and room for that part.

@@ -53,7 +53,7 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.direct import direct
-from megatron_sparse.collectives.gather import in_rank_order, pairwise_all_gather, pairwise_rounds
+from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.records import Cut, check_announced, message_part
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -213,8 +213,7 @@ class _Run:
             rank = self.early_ranks[sender]
             sums.add_message(received[sender], own, rank, fresh=sender == 0)
 
-        rounds = pairwise_rounds([[each] for each in sent], [[each] for each in received], early)
-        yield from early.in_rounds(rounds, in_rank_order(early, add), independent=True)
+        yield from pairwise_all_to_all(sent, received, early, last=False, add=add)
 
     def _gather_early(
         self, own: torch.Tensor, early: Subgroup

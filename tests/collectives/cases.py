@@ -196,14 +196,11 @@ def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tenso
     if poison:
         bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
     exchange = Exchange(bucket, transport, buffers, timer, case.options, case.straggler)
-    return (yield from summed(case.scheme, exchange, *content_of(case, bucket, buffers)))
-
-
-def content_of(case: Case, bucket: Bucket, buffers: MessageBuffers) -> tuple[Any, ...]:
-    """What the case's scheme takes besides the exchange: a message, or values [N] and the step."""
     if SCHEMES[case.scheme].takes is Input.SPARSE:
-        return (make_message(bucket, case, buffers),)
-    return bucket.grad_N.to(VALUE_DTYPES[case.wire]), STEP
+        message = make_message(bucket, case, buffers)
+        return (yield from summed(case.scheme, exchange, message))
+    values_N = bucket.grad_N.to(VALUE_DTYPES[case.wire])
+    return (yield from summed(case.scheme, exchange, values_N, STEP))
 
 
 def summed(scheme: str, exchange: Exchange, content: Message | torch.Tensor, *step: int):
