@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
+from megatron_sparse.collectives.base import Identity, Yielded, even_cuts, exchange_sizes
 from megatron_sparse.compression.selection import draw_key
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
 from megatron_sparse.pricing.profile import (
@@ -186,8 +186,8 @@ class SamplePlan:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """Where the finest partitions begin, and the last one's end."""
-        return _even_cuts(self.numel, self.finest)
+        """`even_cuts` of the finest partitions: lists of thousands took a sixth of the time."""
+        return np.arange(self.finest + 1, dtype=np.int64) * self.numel // self.finest
 
     def measure(self, values_N: torch.Tensor, buffers: MessageBuffers) -> torch.Tensor:
         """This rank's part, laid out as `SamplePlan` says; on the CPU, so CUDA is waited for.
@@ -210,8 +210,8 @@ class SamplePlan:
         # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
         before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])  # elements before each block
-        finest_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.finest))
-        equal_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.world_size))
+        finest_P = _counts(mask_B64, before_B, self._cuts)
+        equal_P = _counts(mask_B64, before_B, even_cuts(self.numel, self.world_size))
         words_W = packed_W.to(torch.uint8).view(torch.int64)
         return torch.cat([finest_P, equal_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
 
@@ -246,7 +246,10 @@ class SamplePlan:
             p: self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n])
             for p, found_nP in counts.items()
         }
-        blocks = _block_fractions(blocks_nB, numel)
+        blocks = {  # the fraction that holds an element, by size: the mean over ranks
+            size: count / (n * -(-numel // size))
+            for size, count in zip(BLOCK_SIZES, blocks_nB.sum(0).tolist(), strict=True)
+        }
         return SparsityProfile(
             numel=numel,
             world_size=n,
@@ -314,7 +317,7 @@ class SamplePlan:
             mean_P: the same in each of the finest partitions.
             union_P: estimated elements of the union in each of the finest partitions.
         """
-        knots, cuts = self._cuts, _even_cuts(self.numel, mean_Q.size)
+        knots, cuts = self._cuts, np.array(even_cuts(self.numel, mean_Q.size))
         # Each cut lies in finest partition `left`, at the fraction `inside` of its length.
         left = np.minimum(np.searchsorted(knots, cuts, side="right") - 1, self.finest - 1)
         inside = (cuts - knots[left]) / (knots[left + 1] - knots[left])
@@ -379,17 +382,14 @@ def _independent(fraction: float, n: int) -> float:
 def _mean_skewness(counts_nP: np.ndarray, numel: int) -> float:
     """The mean over ranks of `skewness_ratio`, from each rank's elements in even partitions."""
     total_n = counts_nP.sum(1)
-    densest_n = (counts_nP / np.diff(_even_cuts(numel, counts_nP.shape[1]))).max(1)
+    densest_n = (counts_nP / np.diff(even_cuts(numel, counts_nP.shape[1]))).max(1)
     ratio_n = np.divide(densest_n, total_n / numel, out=np.ones_like(densest_n), where=total_n > 0)
     return math.fsum(ratio_n.tolist()) / len(ratio_n)
 
 
-def _even_cuts(numel: int, pieces: int) -> np.ndarray:
-    """`even_cuts` as an array: lists of thousands took a sixth of a sample's time."""
-    return np.arange(pieces + 1, dtype=np.int64) * numel // pieces
-
-
-def _counts(mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray) -> torch.Tensor:
+def _counts(
+    mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray | list[int]
+) -> torch.Tensor:
     """Non-zero elements between each cut and the next; int64 on the mask's device.
 
     Args:
@@ -400,7 +400,7 @@ def _counts(mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray) ->
     if mask_B64.shape[0] == 0:
         return before_B.new_zeros(len(cuts) - 1)
     # Before a cut lie all elements of the blocks before its own, and some of its own block.
-    cut_P = torch.from_numpy(cuts).to(mask_B64.device)
+    cut_P = torch.as_tensor(cuts, device=mask_B64.device)
     word_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
     inside_P = cut_P - word_P * WORD_BITS
     places = torch.arange(WORD_BITS, device=mask_B64.device)
@@ -420,13 +420,3 @@ def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
         pairs = torch.nn.functional.pad(full_B, (0, full_B.numel() % 2)).view(-1, 2)
         full_B = pairs[:, 0] | pairs[:, 1]
     return torch.stack(counts)
-
-
-def _block_fractions(blocks_nB: np.ndarray, numel: int) -> dict[int, float]:
-    """The fraction of blocks of each size that hold an element, the mean over ranks."""
-    found = blocks_nB.sum(0).tolist()
-    n = blocks_nB.shape[0]
-    return {
-        size: count / (n * max(-(-numel // size), 1))
-        for size, count in zip(BLOCK_SIZES, found, strict=True)
-    }
