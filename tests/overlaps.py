@@ -1,9 +1,15 @@
-"""Gradients at the two limits of overlap between ranks; positions are uniform."""
+"""Gradients at the two limits of overlap between ranks, at uniform positions; exact profiles."""
 
 import numpy as np
 import torch
 
 from megatron_sparse.simulate.gradients import GradientModel
+from megatron_sparse.sparsity.characteristics import nonzero_elements, profile_of
+
+
+def exact_profile(gradients):
+    """The profile of all ranks' gradients of one bucket, dense or sparse, all of one shape."""
+    return profile_of([nonzero_elements(each) for each in gradients], gradients[0].numel())
 
 
 class FullyOverlapping(GradientModel):

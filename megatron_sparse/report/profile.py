@@ -20,7 +20,7 @@ from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
 from megatron_sparse.sparsity.balance import Loads, Sample
-from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of_elements
+from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry.console import plain_table
 
@@ -136,7 +136,7 @@ def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
         name,
         numel,
         elements,
-        profile=profile_of_elements(elements, numel),
+        profile=profile_of(elements, numel),
         contiguous=Loads.contiguous(elements, numel),
         hashed=Loads.hashed(elements, numel),
     )
@@ -153,7 +153,7 @@ def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
     contiguous, hashed = members[0].contiguous, members[0].hashed
     for member in members[1:]:
         contiguous, hashed = contiguous + member.contiguous, hashed + member.hashed
-    profile = profile_of_elements(elements, numel)
+    profile = profile_of(elements, numel)
     return Sample(iteration, name, numel, elements, profile, contiguous, hashed)
 
 

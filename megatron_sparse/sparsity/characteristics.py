@@ -18,7 +18,6 @@ ranks; definition 5 is the mean over ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -26,7 +25,6 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import even_cuts
-from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import (
     BLOCK_SIZES,
     SparsityProfile,
@@ -143,41 +141,21 @@ def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
     return np.flatnonzero(held_N)
 
 
-def profile_of(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
+def profile_of(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
     """The exact profile of all ranks' gradients of one bucket.
 
-    Memory, with N elements in a gradient: N / 4 bytes for each rank, 8 bytes for each non-zero
-    element, and one gradient in dense form, because sparse ones are read one after the other.
-    Time: n log n passes over N / 8 bytes, and one for each pair of ranks, at most `MOST_PAIRS`.
+    Memory, with N elements in a gradient: N / 4 bytes for each rank. Time: n log n passes over
+    N / 8 bytes, and one for each pair of ranks, at most `MOST_PAIRS`.
 
     Args:
-        gradients: one for each rank, all of one shape; dense or torch's sparse COO.
-
-    Raises:
-        ProfileError: no gradient, or different shapes.
+        elements: of each rank, at least one, the non-zero elements (`nonzero_elements`): int64,
+            ascending, in [0, numel).
+        numel: of the whole gradient.
 
     Example:
-        >>> a, b = torch.tensor([1.0, 2, 0, 0]), torch.tensor([3.0, 0, 0, 0])
-        >>> profile = profile_of([a, b])
+        >>> profile = profile_of([np.array([0, 1]), np.array([0])], 4)
         >>> profile.density, profile.densification[2], profile.overlap[2]
         (0.375, 1.3333333333333333, 1.0)
-    """
-    if not gradients or len({tuple(gradient.shape) for gradient in gradients}) > 1:
-        raise ProfileError(
-            "gradients cannot be profiled together",
-            expected="one gradient for each rank, all of one shape",
-            got=[tuple(gradient.shape) for gradient in gradients],
-        )
-    elements = [nonzero_elements(gradient) for gradient in gradients]
-    return profile_of_elements(elements, math.prod(gradients[0].shape))
-
-
-def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
-    """The result of `profile_of`, from each rank's non-zero elements.
-
-    Args:
-        elements: of each rank, at least one: int64, ascending, in [0, numel).
-        numel: of the whole gradient.
     """
     n = len(elements)
     words_nW = np.stack([pack(own_K, numel) for own_K in elements])

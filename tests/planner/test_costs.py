@@ -25,9 +25,8 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat, record_bytes
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import gradients
-from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.transport import Link, VirtualCluster
-from tests.overlaps import HardlyOverlapping
+from tests.overlaps import HardlyOverlapping, exact_profile
 from tests.planner.planned import a_bucket, ran
 
 OPTIONS = SchemeConfig()
@@ -138,7 +137,7 @@ def both_s(
 ) -> list[float]:
     """Seconds that the network takes: predicted, and on a virtual cluster with the same data."""
     given = stratified(n, 0.05, numel)
-    profile, options = profile_of(given), options_of(kind)
+    profile, options = exact_profile(given), options_of(kind)
     if kind.capacity is not None:
         profile = replace(profile, density=KIND_DENSITY)
     bucket = replace(shape(n, op, numel), value_bits=kind.value_bits)
@@ -273,7 +272,7 @@ def test_a_dense_gradient_costs_a_sparse_scheme_what_all_pairs_costs():
 def test_clustered_elements_slow_down_contiguous_shards_not_hashed_ones():
     n, numel = 8, 2**17
     given = [gradients.skewed(numel, 0.01).gradient(rank) for rank in range(n)]
-    profile = profile_of(given)
+    profile = exact_profile(given)
     even = {count: 1.0 for count in profile.skewness}
     spread = replace(profile, skewness=even, sum_skewness=even)
     where = cluster(BANDWIDTH)
@@ -415,7 +414,7 @@ def test_zens_theorem_1(best):
     """It leaves Balanced Parallelism and Hierarchical Centralization; dense is a candidate."""
     (make, n), numel = ZEN_GRADIENTS[best], 2**24
     model = make()
-    profile = replace(profile_of([model.gradient(rank) for rank in range(n)]), numel=numel)
+    profile = replace(exact_profile([model.gradient(rank) for rank in range(n)]), numel=numel)
     where = find("ethernet_25gbit")
     found = predict_all(shape(n, numel=numel), profile, where, OPTIONS, set(ZEN_GRADIENTS))
     assert min(found, key=found.__getitem__) == best

@@ -12,9 +12,10 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report import profile as profile_report
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate import profiled
-from megatron_sparse.sparsity.characteristics import largest, profile_of
+from megatron_sparse.sparsity.characteristics import largest
 from megatron_sparse.sparsity.gradient_dump import GradientDump, GradientDumpWriter, Kind
 from tests.commands import refused, run
+from tests.overlaps import exact_profile
 from tests.programs import ROOT
 from tests.tracked import json_lines
 
@@ -59,7 +60,7 @@ def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, ca
         ranks = [10 * line["iteration"] + rank for rank in range(RANKS)]
         parts = {name: [model.gradient(rank) for rank in ranks] for name, model in MODELS.items()}
         whole = [torch.cat(pair) for pair in zip(*parts.values(), strict=True)]
-        assert profile == profile_of(parts.get(line["bucket"], whole))
+        assert profile == exact_profile(parts.get(line["bucket"], whole))
     # Zipf's law: most lies in the first of four ranges; a hash spreads it.
     assert lines[0]["push"] > 2
     assert 1 <= lines[0]["push_hashed"] < 1.7
@@ -190,7 +191,7 @@ def test_examples_record_naturally_sparse_gradients(script, embeddings, tmp_path
     assert dump.iterations == [2]
     assert set(dump.buckets) == embeddings | {"others"}
     for name in embeddings:
-        profile = profile_of(dump.read(2, name))
+        profile = exact_profile(dump.read(2, name))
         # A batch of eight touches few rows; workers share common words, and not all.
         assert 0 < profile.density < 0.05
         assert 1 < profile.densification[2] < 2

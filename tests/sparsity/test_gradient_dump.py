@@ -72,13 +72,6 @@ def test_groups_that_reduce_separately_are_distinguished(tmp_path):
     assert [dump.read(1, name)[0].numel() for name in dump.buckets] == [100, 70]
 
 
-def test_only_configured_iterations_are_written(tmp_path):
-    writer = GradientDumpWriter(tmp_path / "x", [2])
-    writer.write("b", 1, Kind.SELECTED, torch.ones(2))
-    assert not (tmp_path / "x").exists()
-    assert writer.wants(2)
-
-
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
     writer = GradientDumpWriter(tmp_path / "file", [1, 2])

@@ -15,11 +15,10 @@ from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode
 from megatron_sparse.planner.choice import Pace
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
-from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.sampling import WINDOW_NUMEL, WINDOWS, SamplePlan, sample_profile
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import OPTIONS, Changing, summed
-from tests.overlaps import FullyOverlapping, HardlyOverlapping
+from tests.overlaps import FullyOverlapping, HardlyOverlapping, exact_profile
 from tests.sparsity.test_characteristics import random_gradients
 
 STEP = 7
@@ -56,7 +55,7 @@ def test_a_small_bucket_is_sampled_whole(n, numel):
     gradients = random_gradients(n, numel, 0.1)
     profiles = sample(gradients)
     assert all(profile == profiles[0] for profile in profiles)
-    sampled, exact = profiles[0], profile_of(gradients)
+    sampled, exact = profiles[0], exact_profile(gradients)
     # Sums in another order.
     for name in ("density", "densification", "skewness", "overlap", "block_density"):
         assert getattr(sampled, name) == pytest.approx(getattr(exact, name), rel=1e-12), name
@@ -86,7 +85,7 @@ def test_a_large_bucket_is_estimated(name):
     gradients = [MODELS[name].gradient(rank) for rank in range(8)]
     profiles = sample(gradients)
     assert all(profile == profiles[0] for profile in profiles)
-    sampled, exact = profiles[0], profile_of(gradients)
+    sampled, exact = profiles[0], exact_profile(gradients)
     assert sampled.density == exact.density
     assert sampled.skewness == pytest.approx(exact.skewness, rel=1e-12)
     assert sampled.block_density == exact.block_density
