@@ -23,6 +23,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -54,7 +55,7 @@ from megatron_sparse.straggler.cost import (
     expected_delay_s,
     sparse_split,
 )
-from megatron_sparse.straggler.detector import History, persistent_straggler
+from megatron_sparse.straggler.detector import HISTORY, Readiness, persistent_straggler
 from megatron_sparse.transport import Link, Transport
 from megatron_sparse.transport.base import Arrive
 
@@ -127,7 +128,9 @@ class StragglerPolicy:
         self._scheme = config.scheme
         self._transport = transport
         self._sink = sink
-        self._history = History()
+        # By bucket, the last times of readiness: the same on every rank.
+        self._history: defaultdict[str, deque[Readiness]]
+        self._history = defaultdict(lambda: deque(maxlen=HISTORY))
         self._arrive: Arrive | None = None
         self._link = self._dense_link = Link(0.0, 0.0)  # until they are known, if they are needed
         self._step = self._previous = -1
@@ -194,7 +197,7 @@ class StragglerPolicy:
         self._previous, self._step = self._step, step
         readiness, self._readiness = self._readiness, []
         for record in readiness:
-            self._history.add(record.bucket, record.ready_s)
+            self._history[record.bucket].append(record.ready_s)
             self._sink.record_readiness(record)
         self._last_step, self._this_step = self._this_step, []
         if self._sleep_s:
@@ -241,7 +244,7 @@ class StragglerPolicy:
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
         """The persistent straggler, if skipping it pays. Logs every change."""
-        steps = self._history.steps(bucket.name)
+        steps = self._history[bucket.name]
         expected = persistent_straggler(steps)
         if expected is not None:
             expected_s = expected_delay_s(steps, expected, delays.most_s)

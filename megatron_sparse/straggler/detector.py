@@ -13,7 +13,7 @@ interval for its share of the past steps, at least `MIN_HISTORY`, is above one h
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -121,19 +121,3 @@ def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
     # Of ranks that were last equally often, the lowest.
     rank, hits = max(counts.items(), key=lambda item: (item[1], -item[0]))
     return rank if share_bound(hits, len(steps)) > MAJORITY else None
-
-
-class History:
-    """The last times of readiness, by bucket. The same on every rank that adds the same."""
-
-    def __init__(self) -> None:
-        self._steps: dict[str, deque[tuple[float, ...]]]
-        self._steps = defaultdict(lambda: deque(maxlen=HISTORY))
-
-    def add(self, bucket: str, ready_s: Readiness) -> None:
-        """Appends one step of a bucket."""
-        self._steps[bucket].append(tuple(ready_s))
-
-    def steps(self, bucket: str) -> list[tuple[float, ...]]:
-        """The steps of a bucket, the oldest first."""
-        return list(self._steps.get(bucket, ()))

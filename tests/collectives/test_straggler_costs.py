@@ -60,13 +60,6 @@ def test_after_its_arrival_all_is_done_in_the_rounds_of_the_schedule(n):
             assert after_s >= expected * (1 - WITHIN), straggler
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6, 7, 8, 16])
-def test_without_a_delay_it_takes_the_worst_case_of_table_1(n):
-    for straggler in (0, n - 1):
-        case = _dense(n, straggler)
-        assert _run(case).cluster.modelled_s <= _scheduled_s(case, worst=True) * (1 + WITHIN)
-
-
 @pytest.mark.parametrize("n", [4, 7, 8])
 def test_a_wrong_guess_costs_the_worst_case_and_no_more(n):
     case = _dense(n, n - 1)

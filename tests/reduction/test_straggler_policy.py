@@ -21,7 +21,7 @@ from megatron_sparse.planner.link_timing import MeasuredLinks
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, Delays, StragglerPolicy
 from megatron_sparse.straggler.cost import dense_split, sparse_split
-from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
+from megatron_sparse.straggler.detector import HISTORY, MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.planner.planned import a_bucket
 from tests.ranks import run_ranks
@@ -123,11 +123,12 @@ def test_ranks_that_are_last_in_turns_are_no_persistent_straggler():
 
 
 def test_a_straggler_that_has_recovered_is_waited_for_again():
+    """Only the last `HISTORY` steps count: of all these, it was last in most."""
     group = VirtualGroup(StragglerConfig(mode="persistent"))
-    for number in range(10):
+    for number in range(10 * HISTORY):
         found = group.step(number, _late(2, 1.0))
     assert found[0] == 2
-    for number in range(10, 20):
+    for number in range(10 * HISTORY, 11 * HISTORY):
         found = group.step(number, _late(number % 2, 1e-7))
     assert found == (None, "dense")
 
