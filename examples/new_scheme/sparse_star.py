@@ -55,11 +55,11 @@ def sparse_star(exchange: Exchange, message: Message) -> Steps:
     sums = SparseSum(exchange, message)
     room = sums.take("received", sum(sizes) - sizes[MIDDLE])
     messages = [own, *room.split([sizes[rank] for rank in others])]
-    sums.clear()
-    # While one message is on its way, the previous one is added; rank 0's own comes first.
+    # While one message is on its way, the previous one is added. Rank 0's own comes first, and
+    # replaces what the sum held before.
     yield from group.in_rounds(
         [([], [(rank, messages[rank])]) for rank in others],
-        lambda rank: sums.add_message(messages[rank], whole, rank),
+        lambda rank: sums.add_message(messages[rank], whole, rank, fresh=rank == MIDDLE),
     )
     sums.write(whole.elements)
     yield from group.exchange([(rank, grad_N) for rank in others], [], last=True)
