@@ -58,7 +58,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
         values_P = values_K.new_zeros(place.positions)
         values_P.index_copy_(0, place.partition_hash.locate(place.partition, indices_K), values_K)
         return hash_bitmap.encode(values_P, place)
-    size = place.nbytes(nnz, ALL_FORMS)
+    size = SECTIONS_AT + place.section_bytes(FORM_PAIRS, nnz)
     out = torch.empty(size, dtype=torch.uint8, device=values_K.device)
     place.write_head(out, FORM_PAIRS, nnz)
     values_at = SECTIONS_AT + pad16(4 * nnz)

@@ -70,19 +70,15 @@ class PartitionHash(ABC):
 
     @abstractmethod
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """Where each element stands in one partition; -1 where it is of another.
+        """Where each element stands in one partition, which exists; -1 where it is of another.
 
         Raises:
-            ExtensionError: there is no such partition, or an element is not in [0, numel).
+            ExtensionError: an element is not in [0, numel).
         """
 
     @abstractmethod
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """The elements at positions of one partition.
-
-        Raises:
-            ExtensionError: there is no such partition or position.
-        """
+        """The elements at positions of one partition; both exist."""
 
     def partition_numel(self, partition: int) -> int:
         """Elements of one partition.
@@ -90,7 +86,10 @@ class PartitionHash(ABC):
         Raises:
             ExtensionError: there is no such partition.
         """
-        check_partition(partition, self.partitions)
+        if not 0 <= partition < self.partitions:
+            raise ExtensionError(
+                "there is no such partition", expected=f"0 to {self.partitions - 1}", got=partition
+            )
         return self._begin(partition + 1) - self._begin(partition)
 
     @abstractmethod
@@ -129,7 +128,6 @@ class PermutationHash(PartitionHash):
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of the partition's block: the permutation's inverse."""
-        _check_positions(positions_K, self.partition_numel(partition))
         return hash_ops.unpermute(positions_K + self._begin(partition), self.numel, self.seed)
 
     def index_set(self, partition: int, device: torch.device) -> None:
@@ -176,45 +174,14 @@ class IndexSetHash(PartitionHash):
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of the partition's index set, int64."""
-        _check_positions(positions_K, self.partition_numel(partition))
         return self.index_set(partition, positions_K.device)[positions_K].long()
 
     def _begin(self, partition: int) -> int:
         return self._offsets[partition]
 
     def index_set(self, partition: int, device: torch.device) -> torch.Tensor:
-        """The partition's elements, int32 and ascending: a view of a copy cached for the device.
-
-        Raises:
-            ExtensionError: there is no such partition.
-        """
-        check_partition(partition, self.partitions)
+        """The partition's elements, int32 and ascending: a view of a copy cached for the device."""
         if device not in self._copies:
             self._copies[device] = self._elements.to(device)
         elements = self._copies[device]
         return elements[self._offsets[partition] : self._offsets[partition + 1]]
-
-
-def check_partition(partition: int, partitions: int) -> None:
-    """Refuses a partition number that is out of range.
-
-    Raises:
-        ExtensionError: it is not in [0, partitions).
-    """
-    if not 0 <= partition < partitions:
-        raise ExtensionError(
-            "there is no such partition", expected=f"0 to {partitions - 1}", got=partition
-        )
-
-
-def _check_positions(positions_K: torch.Tensor, numel: int) -> None:
-    """Refuses positions outside of a partition of `numel` elements."""
-    if positions_K.numel() == 0:
-        return
-    low, high = (int(bound) for bound in positions_K.aminmax())
-    if low < 0 or high >= numel:
-        raise ExtensionError(
-            "a position is not in the partition",
-            expected=f"0 to {numel - 1}",
-            got=low if low < 0 else high,
-        )

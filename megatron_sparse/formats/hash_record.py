@@ -16,7 +16,6 @@ import torch
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
-from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
 from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
@@ -46,7 +45,7 @@ class PartitionRecord:
         checksum: the record is sealed.
 
     Raises:
-        ExtensionError: there is no such partition, or the dtype has no code.
+        ExtensionError: there is no such partition.
     """
 
     partition_hash: PartitionHash
@@ -57,13 +56,7 @@ class PartitionRecord:
     checksum: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses a dtype without a code, and a partition that does not exist."""
-        if self.value_dtype not in GRAD_DTYPES:
-            raise ExtensionError(
-                "values of this dtype have no code",
-                expected="float32, bfloat16 or float16",
-                got=self.value_dtype,
-            )
+        """Refuses a partition that does not exist."""
         self.partition_hash.partition_numel(self.partition)  # raises for one that does not exist
 
     @property
@@ -104,10 +97,6 @@ class PartitionRecord:
     def smallest(self, nnz: int, forms: Sequence[int]) -> int:
         """The form that takes the fewest bytes; the first one in a tie."""
         return min(forms, key=lambda form: self.section_bytes(form, nnz))
-
-    def nbytes(self, nnz: int, forms: Sequence[int]) -> int:
-        """Bytes of a whole record in the smallest of these forms."""
-        return SECTIONS_AT + self.section_bytes(self.smallest(nnz, forms), nnz)
 
     @property
     def capacity(self) -> int:

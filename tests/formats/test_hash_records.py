@@ -15,7 +15,7 @@ from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hash_record import BY_POSITION, FORM_BITMAP, FORM_DENSE, FORM_PAIRS
+from megatron_sparse.formats.hash_record import FORM_BITMAP, FORM_DENSE, FORM_PAIRS
 from megatron_sparse.reference import hash_bitmap as oracle
 from tests import damage
 from tests.codec import on_threads
@@ -77,8 +77,6 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         fields = (p, partitions, seed, h.code)
         expected = oracle.encode(gradient, index_set, fields, offset=OFFSET, step=STEP)
         assert record.numpy().tobytes() == expected
-        nnz = int((gradient[index_set] != 0).sum())
-        assert record.numel() == place_of(h, p, dtype).nbytes(nnz, BY_POSITION)
         hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
     # Every element is in one partition, so the whole comes back; -0.0 is a zero that is not sent.
     whole = torch.where(gradient == 0, 0, gradient.float())
@@ -265,7 +263,6 @@ def test_arguments_that_do_not_match_are_one_typed_error():
         (hash_pairs.accumulate_, (none, PUSHED, place, 0), "wrong length"),
         (hash_pairs.accumulate_, (none, many, place, 0), "wrong length"),
         (place_of, (H, 3), "no such partition"),
-        (place_of, (H, 1, torch.float64), "have no code"),
     ):
         with pytest.raises(ExtensionError, match=words):
             call(*arguments)
