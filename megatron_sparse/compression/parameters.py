@@ -33,9 +33,6 @@ class ParameterFilter:
     ) -> ParameterSlice:
         """The parameter's slice [start, stop) of its bucket, marked as lossless or kept whole.
 
-        Kept whole, unless lossless: small or one-dimensional parameters; those of a keep
-        pattern; replicated ones, whose copies would drift apart if ranks pruned them differently.
-
         Raises:
             ConfigError: a keep pattern and a lossless pattern find its name.
         """

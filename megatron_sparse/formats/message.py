@@ -411,11 +411,11 @@ def decode_add_(
     Raises:
         WireFormatError: the records are not as expected; `acc_M` is as it was.
     """
-    base = int(expected.segment_offsets[0])
     if not is_compiled(acc_M.device):
         _needs_kernels(expected.slots, checksum=expected.checksum)
-        torch_codec.decode_add_(acc_M, records, expected, base, fresh=fresh)
+        torch_codec.decode_add_(acc_M, records, expected, fresh=fresh)
         return
+    base = int(expected.segment_offsets[0])
     ops.decode_add_(acc_M, records, expected, base, fresh=fresh, reports=reports)
 
 

@@ -106,29 +106,28 @@ def decode_add_(
     acc_M: torch.Tensor,
     message: torch.Tensor,
     expected: Expected,
-    base: int,
     *,
     fresh: bool = False,
 ) -> None:
     """Checks every record and index of a peer's message, then adds its values to `acc_M`.
 
     Args:
-        acc_M: fp32. Mutated.
+        acc_M: fp32; element 0 is the first element of the first segment. Mutated.
         message: uint8, the records of all segments, back to back; not trusted.
         expected: the facts that the records must state, the segments among them.
-        base: the bucket's element that `acc_M` begins with.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content.
 
     Raises:
         WireFormatError: names the rank and the field; `acc_M` is untouched.
     """
-    segment_offsets, rank = expected.segment_offsets, expected.rank
+    offsets, rank = expected.segment_offsets.tolist(), expected.rank
+    base = offsets[0]
     dtype = GRAD_DTYPES[expected.value_dtype]
     # A piece: its begin and end in `acc_M`, its indices (None if it is dense), and its values.
     position, pieces = 0, []
     # On the device, so that one wait at the end tells about the indices of all records.
     indices_fit = torch.ones((), dtype=torch.bool, device=acc_M.device)
-    for first, last in pairwise(segment_offsets.tolist()):
+    for first, last in pairwise(offsets):
         header = Header.unpack(bytes(message[position : position + HEADER_BYTES].cpu()), rank)
         header.check(
             expected.value_dtype,
@@ -160,7 +159,7 @@ def decode_add_(
             rank, "indices", "strictly ascending indices inside the segment", "others"
         )
     if fresh:
-        acc_M[int(segment_offsets[0]) - base : int(segment_offsets[-1]) - base].zero_()
+        acc_M[: offsets[-1] - base].zero_()
     for first, last, index_K, values in pieces:
         if index_K is None:
             acc_M[first:last].add_(values)

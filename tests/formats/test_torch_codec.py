@@ -27,10 +27,10 @@ class TorchCodec:
         records = out[: sum(sizes)].split(sizes)
         return Made([record.numpy().tobytes() for record in records], nnz_S.tolist())
 
-    def decode_(self, acc, message, expected, base=0, *, fresh=False) -> None:
+    def decode_(self, acc, message, expected, *, fresh=False) -> None:
         """See `Codec`."""
         data = torch.tensor(list(message), dtype=torch.uint8)
-        torch_codec.decode_add_(acc, data, expected, base, fresh=fresh)
+        torch_codec.decode_add_(acc, data, expected, fresh=fresh)
 
 
 TORCH = TorchCodec()
