@@ -12,8 +12,9 @@ import torch
 import megatron_sparse
 from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.reduction import host_state
 from megatron_sparse.transport import groups
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SIDE = 64
 AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 0, "scheme": "agsparse"}
@@ -126,17 +127,9 @@ OVERFLOWS = [(1.0, "use"), (1e30, "skip"), (1e30, "skip"), *USED]
 
 
 @pytest.mark.parametrize("finds_inf", [False, True])
-def test_under_a_grad_scaler_steps_that_overflow_are_skipped(finds_inf):
+@on_ranks(2)
+def test_under_a_grad_scaler_steps_that_overflow_are_skipped(rank, finds_inf):
     """Fused Adam looks for an overflow itself, so its `step` is called all the same."""
-    for weights, left in run_ranks(_scaled, 2, finds_inf):
-        assert weights.isfinite().all()
-        assert 0 < float(left.abs().max()) <= 4 * SIDE * SIDE
-        if not finds_inf:
-            # Both ranks have the same gradients.
-            assert torch.equal(-weights.view(-1) + left, 4.0 * torch.arange(SIDE * SIDE))
-
-
-def _scaled(rank, world_size, finds_inf):
     optimizer = partial(torch.optim.Adam, fused=True) if finds_inf else torch.optim.SGD
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     ddp, stepper, state = _hooked(optimizer, scaler=scaler, **FIVE_PERCENT)
@@ -147,12 +140,19 @@ def _scaled(rank, world_size, finds_inf):
         scaler.update()
         stepper.zero_grad()
     assert scaler.get_scale() == 2.0**38
-    left = state.residuals["bucket0"] * world_size / scaler.get_scale()
-    return ddp.module.weight.detach().clone(), left
+    weights = ddp.module.weight.detach()
+    left = state.residuals["bucket0"] * 2 / scaler.get_scale()
+    assert weights.isfinite().all()
+    assert 0 < float(left.abs().max()) <= 4 * SIDE * SIDE
+    if not finds_inf:
+        # Both ranks have the same gradients.
+        assert torch.equal(-weights.view(-1) + left, 4.0 * torch.arange(SIDE * SIDE))
 
 
-def _loaded(rank, world_size, before, after):
-    """A residual saved under one scale; what a pass with another scaler sends and keeps of it."""
+@pytest.mark.parametrize(("before", "after"), [(8.0, 2.0), (8.0, None), (None, 8.0)])
+@on_ranks(1)
+def test_a_loaded_residual_follows_another_scale(rank, before, after):
+    """It was saved under one scale; a pass with another scaler sends and keeps it."""
     scaler = None if after is None else torch.amp.GradScaler("cpu", init_scale=after)
     ddp, _, state = _hooked(scaler=scaler, **FIVE_PERCENT)
     residual = torch.arange(1.0, SIDE * SIDE + 1)
@@ -161,47 +161,33 @@ def _loaded(rank, world_size, before, after):
     loss = ddp(torch.zeros(1, SIDE)).sum()
     (scaler.scale(loss) if scaler else loss).backward()
     sent, left = ddp.module.weight.grad.view(-1), state.residuals["bucket0"]
-    return residual, (sent + left) / (after or 1.0), left.any()
+    assert torch.equal((sent + left) / (after or 1.0), residual)
+    assert left.any()
 
 
-@pytest.mark.parametrize(("before", "after"), [(8.0, 2.0), (8.0, None), (None, 8.0)])
-def test_a_loaded_residual_follows_another_scale(before, after):
-    ((residual, found, is_pruned),) = run_ranks(_loaded, 1, before, after)
-    assert torch.equal(found, residual)
-    assert is_pruned
-
-
-def _refused(rank, world_size):
-    found = []
-    for passes, options in ((USED, {"scale": 2.0}), (_with("discard"), {"undo": "never"})):
-        with pytest.raises(ConfigError) as caught:
+@on_ranks(1)
+def test_what_would_corrupt_residuals_is_refused(rank):
+    for passes, options, told in (
+        (USED, {"scale": 2.0}, "a GradScaler scales the loss"),
+        (_with("discard"), {"undo": "never"}, "discarded step is not kept"),
+    ):
+        with pytest.raises(ConfigError, match=told):
             _loop(rank, passes, **options)
-        found.append(str(caught.value))
-    return found
 
 
-def test_what_would_corrupt_residuals_is_refused():
-    unknown_scaler, never = run_ranks(_refused, 1)[0]
-    assert "a GradScaler scales the loss" in unknown_scaler
-    assert "discarded step is not kept" in never
-
-
-def _unused_for_long(rank, world_size):
+@on_ranks(1)
+def test_a_loop_whose_passes_nobody_uses_is_told_once(rank):
     logged = []
     logger = logging.getLogger("megatron_sparse")
     logger.addFilter(lambda record: logged.append(record.getMessage()))
     _loop(rank, [USED[0], *[(1.0, "skip")] * 20, USED[1]])
-    return logged
-
-
-def test_a_loop_whose_passes_nobody_uses_is_told_once():
-    (logged,) = run_ranks(_unused_for_long, 1)
     assert len(logged) == 1
     assert "8 backward passes in a row" in logged[0]
 
 
-def _saved_after_a_skip(rank, world_size):
-    """Each state that is saved: after an unused first pass, a used one, and another unused one."""
+@on_ranks(1)
+def test_a_saved_state_has_nothing_of_a_pass_that_was_not_used(rank):
+    """It is saved after an unused first pass, a used one, and another unused one."""
     ddp, stepper, state = _hooked(**FIVE_PERCENT)
     saved = []
     for factor, is_used in ((1000.0, False), (1.0, True), (1000.0, False)):
@@ -211,17 +197,14 @@ def _saved_after_a_skip(rank, world_size):
             stepper.step()
         stepper.zero_grad()
         saved.append(state.state_dict()["residuals"])
-    return saved
-
-
-def test_a_saved_state_has_nothing_of_a_pass_that_was_not_used():
-    ((first, used, unused),) = run_ranks(_saved_after_a_skip, 1)
+    first, used, unused = saved
     assert not first
     assert used["weight"].any()
     assert torch.equal(unused["weight"], used["weight"])
 
 
-def _copied(rank, world_size):
+@on_ranks(2)
+def test_a_model_with_the_hook_is_copied_and_saved(rank):
     """Averaged weights, a saved whole model, and a state that goes on from a copied one."""
     ddp, _, state = _hooked(None, **FIVE_PERCENT)
     torch.nn.init.normal_(ddp.module.weight)
@@ -234,84 +217,59 @@ def _copied(rank, world_size):
     *_, again = _hooked(None, config=copied.config)
     again.load_state_dict(copied.state_dict())
     ddp(torch.eye(SIDE)).square().sum().backward()
-    return again.step, again.state_dict()["residuals"]["weight"]
+    assert again.step == 1
+    assert again.state_dict()["residuals"]["weight"].any()
 
 
-def test_a_model_with_the_hook_is_copied_and_saved():
-    for step, residual in run_ranks(_copied, 2):
-        assert step == 1
-        assert residual.any()
-
-
-def _closed(rank, world_size):
-    """Hooks on a parameter before and after the state is closed."""
+@on_ranks(1)
+def test_a_closed_state_leaves_no_hook_on_the_parameters(rank):
     ddp, _, state = _hooked(**FIVE_PERCENT)
     hooks = ddp.module.weight._backward_hooks
-    before = len(hooks)
+    assert len(hooks) == 1
     state.close()
-    return before, len(hooks)
+    assert not hooks
 
 
-def test_a_closed_state_leaves_no_hook_on_the_parameters():
-    assert run_ranks(_closed, 1) == [(1, 0)]
-
-
-def _switched_off(rank, world_size):
+@on_ranks(1)
+def test_a_run_that_was_switched_off_is_off_when_it_goes_on(rank):
     *_, state = _hooked(**FIVE_PERCENT)
     state.enabled = False
     *_, again = _hooked(**FIVE_PERCENT)
     again.load_state_dict(state.state_dict())
-    return again.enabled
+    assert again.enabled is False
 
 
-def test_a_run_that_was_switched_off_is_off_when_it_goes_on():
-    assert run_ranks(_switched_off, 1) == [False]
-
-
-def _closed_again(rank, world_size):
+@on_ranks(1)
+def test_a_state_that_is_closed_twice_leaves_others_their_group(rank):
     *_, first = _hooked(**FIVE_PERCENT)
     first.close()
     *_, second = _hooked(**FIVE_PERCENT)
     first.close()
-    return second._transport.group in groups._lent
+    assert second._transport.group in groups._lent
 
 
-def test_a_state_that_is_closed_twice_leaves_others_their_group():
-    assert run_ranks(_closed_again, 1) == [True]
-
-
-def _refused_late(rank, world_size):
+@on_ranks(1)
+def test_a_refused_state_gives_its_thread_and_group_back(rank):
     with pytest.raises(ConfigError, match=r"straggler\.rank"):
         _hooked(straggler=StragglerConfig(mode="pinned", rank=99))
-    names = [thread.name for thread in threading.enumerate()]
-    return len(groups._lent), names.count("megatron_sparse")
+    assert not groups._lent
+    assert "megatron_sparse" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_refused_state_gives_its_thread_and_group_back():
-    assert run_ranks(_refused_late, 1) == [(0, 0)]
-
-
-def _beside_a_disabled_scaler(rank, world_size):
+@on_ranks(1)
+def test_a_scaler_that_is_switched_off_is_none(rank):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     weights, _ = _loop(rank, USED)
-    return scaler.is_enabled(), bool(weights.any())
+    assert not scaler.is_enabled()
+    assert weights.any()
 
 
-def test_a_scaler_that_is_switched_off_is_none():
-    assert run_ranks(_beside_a_disabled_scaler, 1) == [(False, True)]
-
-
-def _refused_early(rank, world_size):
-    from megatron_sparse.reduction import host_state
-
+@on_ranks(1)
+def test_a_state_that_is_refused_without_a_thread_gives_its_group_back(rank):
     def refuse(*_):
         raise ConfigError("no", expected="a", got="b")
 
     host_state.with_agreed_capacity = refuse
     with pytest.raises(ConfigError):
         _hooked(**FIVE_PERCENT)
-    return len(groups._lent)
-
-
-def test_a_state_that_is_refused_without_a_thread_gives_its_group_back():
-    assert run_ranks(_refused_early, 1) == [0]
+    assert not groups._lent
