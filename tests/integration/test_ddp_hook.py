@@ -13,7 +13,7 @@ from megatron_sparse import SparseConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError, HostError
 from tests.programs import ROOT
-from tests.ranks import error_text, run_command, run_ranks
+from tests.ranks import error_text, on_ranks, run_command, run_ranks
 from tests.records import Kept
 from tests.waiting import DEADLINE_S
 
@@ -202,7 +202,8 @@ OTHER_STATES = {
 }
 
 
-def _resume(rank, world_size):
+@on_ranks(2)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(rank):
     def run(ddp, state, steps):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for step in steps:
@@ -225,35 +226,21 @@ def _resume(rank, world_size):
     assert untouched.keys() == saved["residuals"].keys(), "also before the first step"
     run(resumed, resumed_state, range(3, 6))
 
-    errors = [
-        _error(CheckpointError, lambda c=change: resumed_state.load_state_dict(saved | c)).what
-        for change in OTHER_STATES.values()
-    ]
-    states = [whole_state.state_dict(), resumed_state.state_dict()]
+    for name, value in whole.module.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    expected, got = whole_state.state_dict(), resumed_state.state_dict()
+    residuals = got.pop("residuals")
+    assert expected.pop("residuals").keys() == residuals.keys()
+    assert any(bool(residual.any()) for residual in residuals.values())
+    assert expected == got
+    for what, change in OTHER_STATES.items():
+        with pytest.raises(CheckpointError, match=f"^{what}\n"):
+            resumed_state.load_state_dict(saved | change)
     for state in (whole_state, half_state, resumed_state):
         state.close()
-    return whole.module.state_dict(), resumed.module.state_dict(), states, errors
-
-
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit():
-    for whole, resumed, (expected, got), errors in run_ranks(_resume, 2):
-        for name, value in whole.items():
-            assert torch.equal(value, resumed[name]), name
-        assert expected.pop("residuals").keys() == got["residuals"].keys()
-        assert any(bool(r.any()) for r in got["residuals"].values())
-        got.pop("residuals")
-        assert expected == got
-        assert errors == list(OTHER_STATES)
 
 
 # -- faults
-
-
-def _error(kind, call):
-    """The error of this kind that a call raises."""
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value
 
 
 REFUSED = {
@@ -274,53 +261,45 @@ REFUSED = {
 """The options that are refused, by the error."""
 
 
-def _faults(rank, world_size):
+@on_ranks(2)
+def test_errors_are_typed_those_of_a_backward_pass_too(rank):
     """Refusals, and then the error of a backward pass in which rank 1 is a step ahead."""
     from torch.nn.parallel import DistributedDataParallel
 
     def ddp_of(model=None):
         return DistributedDataParallel(model or Linear())
 
-    errors = [
-        _error(ConfigError, lambda o=options: megatron_sparse.DDPState(ddp_of(), **o)).what
-        for options in REFUSED.values()
-    ]
-    errors.append(_error(HostError, lambda: megatron_sparse.DDPState(Linear())).what)
+    for what, options in REFUSED.items():
+        with pytest.raises(ConfigError, match=re.escape(what)):
+            megatron_sparse.DDPState(ddp_of(), **options)
+    with pytest.raises(HostError, match="this model was not wrapped by DDP"):
+        megatron_sparse.DDPState(Linear())
     for dtype in (torch.float16, torch.float64):
         other = ddp_of(Linear().to(dtype))
-        errors.append(_error(ConfigError, lambda o=other: megatron_sparse.DDPState(o)).what)
+        with pytest.raises(ConfigError, match=r"float\d\d parameters do not go with plain DDP"):
+            megatron_sparse.DDPState(other)
     of_another = megatron_sparse.DDPState(ddp_of(), **PRUNED)
     closed = megatron_sparse.DDPState(other := ddp_of(), **PRUNED)
     closed.close()
-    for state, model in ((None, ddp_of()), (of_another, ddp_of()), (closed, other)):
+    for state, model, what in (
+        (None, ddp_of(), "was registered without a DDPState"),
+        (of_another, ddp_of(), "got a gradient of a model that the state was not made for"),
+        (closed, other, r"a backward pass came after DDPState\.close"),
+    ):
         model.register_comm_hook(state, megatron_sparse.ddp_hook)
         loss = model(_inputs(rank, 0))
-        errors.append(_error(HostError, loss.backward).what)
+        with pytest.raises(HostError, match=what):
+            loss.backward()
     ddp, state = _ddp(Linear(), True, **PRUNED)
     ddp(_inputs(rank, 0)).backward()
-    # As DDP's join() context would, with zeros.
-    errors.append(_error(HostError, lambda: state.launch(None)).what)
+    with pytest.raises(HostError, match="ddp_hook was called outside a backward pass"):
+        state.launch(None)  # as DDP's join() context would, with zeros
     state.step += rank
     ahead = ddp(_inputs(rank, 1))
-    errors.append(str(_error(CommunicationError, ahead.backward)))
+    with pytest.raises(CommunicationError, match="bucket bucket0") as caught:
+        ahead.backward()
+    assert f"rank {1 - rank} of the group is not in the same collective" in str(caught.value)
     state.close()
-    return errors
-
-
-def test_errors_are_typed_those_of_a_backward_pass_too():
-    for rank, errors in enumerate(run_ranks(_faults, 2)):
-        assert errors[:-1] == [
-            *REFUSED,
-            "this model was not wrapped by DDP",
-            "float16 parameters do not go with plain DDP",
-            "float64 parameters do not go with plain DDP",
-            "ddp_hook was registered without a DDPState",
-            "ddp_hook got a gradient of a model that the state was not made for",
-            "a backward pass came after DDPState.close()",
-            "ddp_hook was called outside a backward pass",
-        ]
-        assert f"rank {1 - rank} of the group is not in the same collective" in errors[-1]
-        assert "bucket bucket0" in errors[-1]
 
 
 def _killed_peer(rank, world_size):
