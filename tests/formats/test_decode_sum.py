@@ -12,50 +12,49 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.message import (
-    FORMAT_CODES,
-    WIRE_CODES,
-    decode_add_,
-    decode_sum_,
-    encode_segments,
-)
+from megatron_sparse.formats.message import decode_add_, decode_sum_
 from tests import damage
-from tests.codec import on_threads
+from tests.codec import CPU, STEP, Case, on_threads, rice_spec, segments_of, spec_of
 from tests.cuda_ext import cases
 
-STEP, BASE = 7, 1000
+BASE = 1000
 OFFSETS = torch.tensor([0, 0, 70_001, 70_001, 270_336, 270_337]) + BASE
 """A window and a bit, no element, several windows, one element."""
 NUMEL = int(OFFSETS[-1]) - BASE
 DENSITIES = (0.03, 0.0, 0.4, 0.001, 1.0)
-
-# (format, value dtype, what else the records' spec has), several of which a sum may mix
-FORMS = {
-    "dense": ("dense", "fp32", {}),
-    "coo": ("coo", "fp32", {}),
-    "coo_bf16": ("coo", "bf16", {}),
-    "pici": ("pici", "fp16", {}),
-    "blocks": ("blocks", "fp32", {"block_size": 64}),
-    "blocks_large": ("blocks", "fp32", {"block_size": 4096}),
-    "rice": ("rice", "fp32", {"log2_span": 12}),
-    "rice_long": ("rice", "fp32", {"log2_span": 17}),
-    "rice_bf16": ("rice", "bf16", {"log2_span": 13}),
-    "rice_q4": ("rice", "q4", {"log2_span": 13}),
-    "rice_q3": ("rice", "q3", {"log2_span": 12}),
-    "whole_q8": ("rice", "q8", {"log2_span": 12, "without_indices": True}),
+SPECS = {
+    "dense": spec_of(0, "dense"),
+    "coo": spec_of(0),
+    "coo_bf16": spec_of(1),
+    "pici": spec_of(2, "linear"),
+    "blocks": spec_of(0, "blocks64"),
+    "blocks_large": spec_of(0, "blocks4096"),
+    "rice": rice_spec(0),
+    "rice_long": rice_spec(0, 17),
+    "rice_bf16": rice_spec(1, 13),
+    "rice_q4": rice_spec(4, 13),
+    "rice_q3": rice_spec(5),
+    "whole_q8": rice_spec(3, without_indices=True),
 }
 MIXES = {
-    **{name: (name,) for name in FORMS},
+    **{name: (name,) for name in SPECS},
     "fp32": ("coo", "rice_long", "blocks", "dense", "rice"),
     "blocks of two sizes": ("blocks", "blocks_large", "coo"),
 }
+"""Forms that the messages of one sum have, in turn."""
 
 
 def expected_of(form: str) -> Expected:
-    return Expected(OFFSETS, WIRE_CODES[FORMS[form][1]], STEP, rank=0)
+    return Expected(OFFSETS, SPECS[form].value_dtype, STEP, rank=0)
+
+
+def records_of(case: Case, first: int = 0) -> torch.Tensor:
+    """The records of a message from this one on."""
+    records = b"".join(CPU[-1].encode(case).records[first:])
+    return torch.frombuffer(bytearray(records), dtype=torch.uint8)
 
 
 def message_of(form: str, density: float, seed: int) -> torch.Tensor:
@@ -63,16 +62,10 @@ def message_of(form: str, density: float, seed: int) -> torch.Tensor:
 
     The last segment is kept. NaN, infinity and -0.0 are among the values.
     """
-    record_format, value_dtype, more = FORMS[form]
-    offsets = torch.cat([torch.tensor([0]), OFFSETS])
     values_N = cases.pruned_grad(BASE + NUMEL, density, torch.float32, seed)
     values_N[BASE : BASE + 6] = values_N[:6]
-    code = WIRE_CODES[value_dtype]
-    spec = RecordSpec(code, STEP, FORMAT_CODES[record_format], **more)
-    keep = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.uint8)
-    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-    sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out)
-    return out[int(sizes[0]) : int(sizes.sum())]
+    segments = segments_of([0, *OFFSETS.tolist()], [0, 0, 0, 0, 0, 1])
+    return records_of(Case(values_N, segments, SPECS[form]), first=1)
 
 
 def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
@@ -83,20 +76,13 @@ def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
     ]
 
 
-def added_one_by_one(
-    acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
-) -> torch.Tensor:
-    sum_M = acc_M.clone()
-    for rank, message in enumerate(messages):
-        decode_add_(sum_M, message, expected, fresh=fresh and rank == 0)
-    return sum_M
-
-
 def check_sum(
     acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
 ) -> None:
     """On every instruction set and number of threads, the bits of one message after another."""
-    wanted_M = added_one_by_one(acc_M, messages, expected, fresh=fresh)
+    wanted_M = acc_M.clone()
+    for rank, message in enumerate(messages):
+        decode_add_(wanted_M, message, expected, fresh=fresh and rank == 0)
     for isa, threads in product(cases.ISAS, (1, 3)):
         got_M = cases.unaligned(acc_M)
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa), on_threads(threads):
@@ -120,19 +106,14 @@ def test_bits_are_those_of_one_message_after_another(mix: str, fresh: bool) -> N
 @pytest.mark.parametrize("log2_span", [12, 17, 18])
 def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
     """Its windows are added up beside it, those of the longest chunks in place."""
-    numel, code = (1 << 21) + 4099, WIRE_CODES["fp32"]
-    offsets = torch.tensor([0, 77_777, numel])
-    segments = Segments(offsets, torch.tensor([1, 0], dtype=torch.uint8))
-    expected = Expected(offsets, code, STEP, rank=0)
-    spec = RecordSpec(code, STEP, FORMAT_CODES["rice"], log2_span=log2_span)
-    messages = []
-    for rank, density in enumerate((0.01, 0.3, 0.001)):
-        values_M = cases.pruned_grad(numel, density, torch.float32, rank)
-        out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-        sizes = encode_segments(values_M, segments, None, spec, out)
-        messages.append(out[: int(sizes.sum())].clone())
+    numel = (1 << 21) + 4099
+    segments, spec = segments_of([0, 77_777, numel], [1, 0]), rice_spec(0, log2_span)
+    sent = [
+        Case(cases.pruned_grad(numel, density, torch.float32, rank), segments, spec)
+        for rank, density in enumerate((0.01, 0.3, 0.001))
+    ]
     acc_M = cases.make("spread", numel, torch.float32)
-    check_sum(acc_M, messages, expected, fresh=True)
+    check_sum(acc_M, [records_of(case) for case in sent], sent[0].expected(), fresh=True)
 
 
 @pytest.mark.parametrize("fresh", [True, False])

@@ -34,7 +34,6 @@ from megatron_sparse.wire import (
 )
 from tests.codec import (
     CPU,
-    FORMS,
     ORACLE,
     STEP,
     Case,
@@ -68,21 +67,6 @@ def test_the_smallest_is_chosen_in_each_segment():
         (FORMAT_PICI, FLAG_PICI_LINEAR),
         (FORMAT_DENSE, 0),
     ]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_never_larger_than_dense(form):
-    for density in (0.0, 0.5, 1.0):
-        grad = cases.pruned_grad(5000, density, torch.float32)
-        case = Case(grad, segments_of([0, 5000]), spec_of(0, form))
-        message = CPU[-1].encode(case).bytes
-        assert len(message) <= case.room
-        if density == 1:
-            assert formats_of(message) == [(FORMAT_DENSE, 0)]
-        if density == 0:
-            wanted = FORMS[form]["record_format"]
-            empty = FORMAT_COO if wanted == FORMAT_ADAPTIVE else wanted
-            assert formats_of(message)[0][0] == empty
 
 
 def test_dense_where_coo_is_not_smaller_and_never_larger_than_the_capacity():
@@ -123,8 +107,6 @@ def test_the_accumulator_may_begin_before_the_segments():
     made = CPU[-1].encode(Case(grad, segments_of(offsets, [1]), spec_of(0)))
     message = torch.tensor(list(made.bytes), dtype=torch.uint8)
     acc = torch.zeros(9)
-    with pytest.raises(ExtensionError, match="do not lie in acc"):
-        ops.decode_add_(acc[:5], message, Expected(offsets, 0, STEP, rank=0), 0)
     ops.decode_add_(acc, message, Expected(offsets, 0, STEP, rank=0), 0)
     assert acc.tolist() == [1.0] * 6 + [0.0] * 3
 

@@ -79,7 +79,6 @@ def test_raw_and_coded_chunks_in_one_record(place, dtype):
     wild = slice(0, chunk)
     old[wild], new[wild] = any_bits(chunk, dtype)
     check(place, old, new, 1)
-    check(place, *adam_like(chunk + 777, dtype))
 
 
 @dtypes

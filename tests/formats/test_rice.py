@@ -29,7 +29,6 @@ from megatron_sparse.wire import (
 )
 from tests.codec import (
     CPU,
-    ORACLE,
     QUANTISED,
     RICE,
     RICE_NAMES,
@@ -393,11 +392,3 @@ def test_any_span_holds_the_same_entries(codec, log2_span):
     cases.assert_same_bits(sent, grad + 0.0, "sent")
     # Another decoder's messages have other spans; a receiver takes them all.
     assert made.bytes[HEADER_BYTES + 1] == log2_span
-
-
-def test_the_oracle_s_segments_are_those_of_one_bucket():
-    """A record depends on nothing outside its segment but for its offset."""
-    grad = gradient(5000)
-    both, _ = select(ORACLE, grad, torch.zeros(5000), 0, rice_spec(5), offsets=[0, 2000, 5000])
-    second, _ = select(ORACLE, grad[2000:], torch.zeros(3000), 0, rice_spec(5))
-    assert both.records[1][HEADER_BYTES:] == second.bytes[HEADER_BYTES:]

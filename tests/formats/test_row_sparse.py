@@ -36,18 +36,6 @@ def test_coalesce_equals_the_oracle(count, width, num_rows, dtype, seed):
     cases.assert_same_bits(got.rows_KD.view(-1), expected_rows.view(-1), "rows")
 
 
-def test_repeated_rows_are_summed_in_order_in_fp32():
-    indices = torch.tensor([2, 0, 2, 2])
-    rows = torch.tensor([[1e8], [7.0], [1.0], [-1e8]])
-    assert row_sparse.coalesce(indices, rows, 3).rows_KD.tolist() == [[7.0], [0.0]]
-    swapped = rows[[0, 1, 3, 2]]
-    assert row_sparse.coalesce(indices, swapped, 3).rows_KD.tolist() == [[7.0], [1.0]]
-    # bf16 cannot represent 256 + 1: a sum in bf16 would stay at 256.
-    ones = torch.ones(513, 1, dtype=torch.bfloat16)
-    same = torch.zeros(513, dtype=torch.int64)
-    assert row_sparse.coalesce(same, ones, 1).rows_KD.item() == 512
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_single_rows_keep_their_bits(dtype):
     special = cases.make("special", 64, dtype).view(16, 4)
