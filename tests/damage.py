@@ -18,7 +18,7 @@ RICE_NUMEL = 10_000
 PREFIX = HEADER_BYTES + 2 * 512
 """Pici's prefix sums, behind the words of two tiles."""
 TABLE, WORDS = HEADER_BYTES + 16, HEADER_BYTES + 16 + 32
-CHUNKS_AT, WORDS_AT = HEADER_BYTES + 4, HEADER_BYTES + 8
+OFFSET_AT, CHUNKS_AT, WORDS_AT = 32, HEADER_BYTES + 4, HEADER_BYTES + 8
 RICE_FORMS = [*((code, False) for code in RICE_NAMES), (3, True), (4, True)]
 """Value dtypes, and whether every element has a value."""
 RICE_IDS = [*RICE_NAMES.values(), "q8-whole", "q4-whole"]
@@ -98,7 +98,7 @@ def headers(good: bytes, numel: int, record: int = 0) -> Iterator[Damage]:
         ("payload_bytes", 24, 8, 5),
         ("payload_bytes", 24, 8, 16),
         ("payload_bytes", 24, 8, 2**64 - 16),
-        ("offset", 32, 8, 3),
+        ("offset", OFFSET_AT, 8, 3),
         ("step", 40, 4, 6),
     ):
         named = {field, *(["size"] if field == "payload_bytes" else [])}

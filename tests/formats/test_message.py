@@ -32,6 +32,7 @@ from megatron_sparse.wire import (
     FORMAT_PICI,
     HEADER_BYTES,
 )
+from tests import damage
 from tests.codec import (
     CPU,
     ORACLE,
@@ -94,9 +95,7 @@ def test_segments_far_into_a_bucket():
     offsets = torch.tensor([0, numel])
     grad = cases.pruned_grad(numel, 0.1, torch.float32)
     record = ORACLE.encode(Case(grad, segments_of(offsets), spec_of(0))).bytes
-    header = Header.unpack(record, rank=0)
-    far = Header(**(vars(header) | {"offset": first})).pack() + record[HEADER_BYTES:]
-    acc = torch.zeros(numel)
+    acc, far = torch.zeros(numel), damage.put(record, damage.OFFSET_AT, first, 8)
     message = torch.frombuffer(bytearray(far), dtype=torch.uint8)
     ops.decode_add_(acc, message, Expected(offsets + first, 0, STEP, rank=0), first)
     cases.assert_same_bits(one_nan(acc), one_nan(grad + 0.0), "far")
