@@ -38,6 +38,7 @@ OF_THE_SHELL |= {"cp", "mkdir", "scp", "ssh", "sed"}
 FIRST_WORDS = {
     "git": ("clone", "pull", "checkout"),
     "pre-commit": ("run", "install"),
+    "tensorboard": ("--logdir",),
     "wandb": ("sync", "login"),
 }
 """Programs of which only the first word is checked."""
@@ -204,9 +205,6 @@ class Checker:
         script, *rest = words
         path = ROOT / script
         assert path.exists(), f"there is no {script}"
-        if path == ROOT / "scripts/train.py":
-            self._train(rest)
-            return
         # Every option must appear in the script or in a file beside it.
         spelled = {
             node.value
@@ -247,6 +245,3 @@ class Checker:
 
     def _jq(self, words: list[str]) -> None:
         assert words[-1] in ("breakdown.jsonl", "buckets.jsonl", "summary.json"), words
-
-    def _tensorboard(self, words: list[str]) -> None:
-        assert words[0].startswith("--logdir"), words
