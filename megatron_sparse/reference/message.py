@@ -88,13 +88,13 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
 def _sections(
     record_format: int, values: torch.Tensor, kept: torch.Tensor, spec: RecordSpec
 ) -> bytes:
-    """What follows the header of a segment's record, in any format but Rice.
+    """What follows the header of a segment's record; quantised values have an oracle of their own.
 
     Args:
-        record_format: Pici, blocks, dense, or else COO: all kept positions, then all values.
+        record_format: Pici, blocks, dense, Rice, or else COO: all kept positions, then all values.
         values: the segment's elements, in the dtype of the wire.
         kept: bool, which of them travel; ignored by a dense record.
-        spec: the order inside a tile of Pici, and the size of a block.
+        spec: the order inside a tile of Pici, the size of a block, the span of a chunk of Rice.
     """
     if record_format == FORMAT_PICI:
         return pici.encode(values, kept, linear=not spec.paper_order)
@@ -102,8 +102,11 @@ def _sections(
         return blocks.encode(values, kept, spec.block_size)
     if record_format == FORMAT_DENSE:
         return padded(values)
-    index = kept.nonzero().squeeze(1)  # COO
-    return padded(index.int()) + padded(values[index])
+    index = kept.nonzero().squeeze(1)
+    if record_format == FORMAT_RICE:
+        record, _ = rice.encode(values[index], index, range(values.numel()), spec)
+        return record[HEADER_BYTES:]
+    return padded(index.int()) + padded(values[index])  # COO
 
 
 def _entries(

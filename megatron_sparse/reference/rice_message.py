@@ -54,7 +54,7 @@ def encode_segments(
 ) -> tuple[list[bytes], torch.Tensor]:
     """Returns the record of each segment, and the new residual; mutates nothing.
 
-    Raw values leave the residual as it is.
+    Raw values leave the residual as it is, and go the way of other formats.
 
     Args:
         values_N: the values to send, 0 for elements without an entry.
@@ -63,18 +63,15 @@ def encode_segments(
         spec: how they are written.
         key: of the random bits that round a bf16 residual; negative for rounding to nearest.
     """
-    records, residual_N = [], residual_N.clone()
+    residual_N = residual_N.clone()
+    if spec.value_dtype not in RICE_BITS:
+        pieces = values_N.split(segments.offsets.diff().tolist())
+        nnz_S = torch.tensor([int(piece.count_nonzero()) for piece in pieces], dtype=torch.int64)
+        return message.encode(values_N, segments, nnz_S, spec), residual_N
+    records = []
     for (begin, end), keep in zip(
         pairwise(segments.offsets.tolist()), segments.dense.tolist(), strict=True
     ):
-        if spec.value_dtype not in RICE_BITS:
-            record = _dense_record(values_N, begin, end, spec)
-            if not keep:
-                index_K = values_N[begin:end].nonzero().squeeze(1)
-                raw, _ = encode(values_N[begin + index_K], index_K, range(begin, end), spec)
-                record = min(record, raw, key=len)  # dense in a tie
-            records.append(record)
-            continue
         piece_M = values_N[begin:end].float()
         whole = keep or spec.without_indices
         index_K = torch.arange(end - begin) if whole else piece_M.nonzero().squeeze(1)
@@ -89,15 +86,6 @@ def encode_segments(
         element_K = begin + index_K
         residual_N[element_K] = residual_in(residual_N.dtype, rest_K, key, element_K)
     return [sealed(r) if spec.checksum else r for r in records], residual_N
-
-
-def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:
-    """The dense record of the elements from `begin` to `end`, unsealed."""
-    nnz = values_N[begin:end].count_nonzero().view(1)
-    whole = Segments(torch.tensor([begin, end]), torch.ones(1, dtype=torch.uint8))
-    dense_spec = RecordSpec(spec.value_dtype, spec.step, FORMAT_DENSE)
-    (record,) = message.encode(values_N, whole, nnz, dense_spec)
-    return record
 
 
 def _kept_record(
