@@ -15,7 +15,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.agreement import LOSSY, RAW
-from megatron_sparse.parameters.gather import ExactWay
+from megatron_sparse.parameters.gather import Way
 from megatron_sparse.parameters.lossy import LossyWay
 from megatron_sparse.parameters.price import (
     CoderSpeed,
@@ -116,7 +116,7 @@ class GatherChooser:
             topology = Topology(node_sizes, model.intra, model.inter, model.nic)
         return GatherLinks(model.dense_link(self._transport.world_size), topology)
 
-    def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
+    def choose(self, buckets: Sequence[torch.Tensor]) -> Way | None:
         """Chooses the way of buckets that are gathered together; None leaves them raw.
 
         Counts them for `explain`. The first call that needs prices waits for measurements.
@@ -138,7 +138,7 @@ class GatherChooser:
             return LossyWay(settings.bits, verify_every=verify_every, per_node=once_per_node)
         if settings.method != "auto" and len(options) == 1:  # nothing is left to choose
             self._exact += len(buckets)
-            return ExactWay(verify_every=verify_every, per_node=options[0])
+            return Way(verify_every=verify_every, per_node=options[0])
         self._links = self._links or self._find_links()
         prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
@@ -146,7 +146,7 @@ class GatherChooser:
         if settings.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
-        return ExactWay(verify_every=verify_every, per_node=prices.per_node)
+        return Way(verify_every=verify_every, per_node=prices.per_node)
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         """The prices of all buckets together, in the ways that `parameters.per_node` allows."""
@@ -188,7 +188,7 @@ class GatherChooser:
 
 
 def _options(per_node: str, nodes: Sequence[int]) -> tuple[bool, ...]:
-    """The values of `ExactWay.per_node` that may be taken: with several ones a price decides."""
+    """The values of `Way.per_node` that may be taken: with several ones a price decides."""
     if per_node == "never" or not several_levels(nodes):
         return (False,)
     return (True,) if per_node == "always" else (False, True)

@@ -76,7 +76,7 @@ Records = list[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a bucket is gathered; the same on every rank of the group.
+    """How a bucket is gathered: by moves, or a subclass's way; the same on every rank of the group.
 
     Attributes:
         verify_every: every so many gathers ranks compare hashes.
@@ -85,11 +85,6 @@ class Way:
 
     verify_every: int
     per_node: bool = False
-
-
-@dataclass(frozen=True)
-class ExactWay(Way):
-    """By moves."""
 
 
 def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
@@ -326,7 +321,7 @@ class ShardGather[W: Way](ABC):
                 check_held(self._shards[owner], theirs.new_hash, owner, own_rank, when)
 
 
-class ExactGather(ShardGather[ExactWay]):
+class ExactGather(ShardGather[Way]):
     """Sends moves; keeps a copy of this rank's shard as the other ranks hold it.
 
     Parameters are bf16, fp16 or fp32.

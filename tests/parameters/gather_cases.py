@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.parameters.gather import ExactGather, Way
 from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.transport import Topology, VirtualCluster
@@ -45,7 +45,7 @@ class Echo:
 class Group:
     """A bucket on N virtual ranks; `expected` is what a raw gather would leave on all of them."""
 
-    kind, way = ExactGather, ExactWay
+    kind, way = ExactGather, Way
 
     def __init__(
         self,

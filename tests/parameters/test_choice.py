@@ -10,7 +10,7 @@ from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.choice import GatherChooser
-from megatron_sparse.parameters.gather import ExactWay
+from megatron_sparse.parameters.gather import Way
 from megatron_sparse.parameters.lossy import LossyWay
 from megatron_sparse.parameters.price import (
     CoderSpeed,
@@ -146,8 +146,7 @@ def test_the_link_of_a_cluster_file_is_taken_without_measuring(monkeypatch):
 def test_what_is_set_is_taken_without_measuring(monkeypatch):
     monkeypatch.setattr(price, "gather_times", None)
     monkeypatch.setattr(price, "measure_coder", None)
-    way = chooser("exact").choose([BUCKET[:16]])
-    assert isinstance(way, ExactWay)
+    assert chooser("exact").choose([BUCKET[:16]]) == Way(verify_every=7)
     assert chooser("raw").choose([BUCKET]) is None
 
 
@@ -179,8 +178,7 @@ def test_lossy_is_for_fp32_and_others_are_exact():
     chosen = chooser("lossy")
     assert chosen.choose([torch.zeros(512), torch.zeros(512)]) == LossyWay(4, verify_every=7)
     assert chosen.explain() == "2 buckets lossy, 4 bits"
-    way = chosen.choose([BUCKET])
-    assert isinstance(way, ExactWay)
+    assert chosen.choose([BUCKET]) == Way(verify_every=7)
     assert chosen.explain().startswith("2 buckets lossy, 4 bits; 1 ")
 
 

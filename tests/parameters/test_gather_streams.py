@@ -10,7 +10,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import POSTED
 from megatron_sparse.parameters import gather
 from megatron_sparse.parameters.agreement import Announcement
-from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.parameters.gather import ExactGather, Way
 from megatron_sparse.recording import NullSink
 from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
 
@@ -71,7 +71,7 @@ def test_a_gather_lies_between_the_optimizer_and_the_forward_pass(
     values_N = torch.zeros(64, dtype=torch.bfloat16)
     bucket = Bucket("b", torch.zeros(64), (), CollectiveOp.REDUCE_SCATTER, 2)
     progress = driver(DEVICE, 30)
-    way, transport = ExactWay(verify_every=100), cast(Any, Transport(cuda))
+    way, transport = Way(verify_every=100), cast(Any, Transport(cuda))
     exact = ExactGather(bucket, values_N, transport, way, progress, NullSink())
     for step in range(3):
         cuda.note(f"optimizer {step}")

@@ -27,7 +27,7 @@ from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.bench.options import check_arguments
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
-from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.parameters.gather import ExactGather, Way
 from megatron_sparse.parameters.price import several_levels
 from megatron_sparse.recording import GatherRecord, NullSink
 from megatron_sparse.reduction.job import Pending
@@ -184,7 +184,7 @@ class RankGather:
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
         # So rarely that no gather of the bench compares hashes.
-        way = ExactWay(verify_every=2**20, per_node=case.way == PER_NODE)
+        way = Way(verify_every=2**20, per_node=case.way == PER_NODE)
         self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
 
     def start(self, step: int) -> Pending:
