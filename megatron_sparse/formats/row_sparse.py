@@ -1,7 +1,7 @@
 """Row-sparse gradients: the rows of an embedding that a batch touched.
 
 Every step is deterministic, and gives the same bits on the CPU and on a CUDA device, except those
-of a NaN that is a sum. On CUDA the host waits at every step, for the check of the arguments and for
+of a NaN that is a sum. On CUDA the host waits at every step, for the check of the indices and for
 sizes. How ranks add them up is in `collectives/row_sparse.py`.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.cuda_ext import row_sparse_ops
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.codec_choice import is_compiled
 
@@ -26,35 +27,20 @@ class RowSparse:
         indices_K: int64, strictly ascending, in [0, num_rows).
         rows_KD: fp32, bf16 or fp16, contiguous.
         num_rows: rows of the whole gradient.
-
-    Raises:
-        ExtensionError: the tensors do not fit together, or the indices do not ascend.
     """
 
     indices_K: torch.Tensor
     rows_KD: torch.Tensor
     num_rows: int
 
-    def __post_init__(self) -> None:
-        """Refuses tensors that do not fit together, and indices that do not ascend."""
-        _check_pairs(self.indices_K, self.rows_KD, self.num_rows)
-        if not _ascends(self.indices_K):
-            raise ExtensionError(
-                "the row indices do not ascend strictly",
-                expected="each index once, in order",
-                got=self.indices_K.tolist()[:8],
-                remedy="coalesce first",
-            )
-
     @classmethod
     def from_coo(cls, gradient: torch.Tensor) -> RowSparse:
-        """Takes a torch sparse COO gradient [num_rows, D], coalesced or not.
+        """Takes a torch sparse COO gradient [num_rows, D] that `check_coo` takes, coalesced or not.
 
-        As `torch.nn.Embedding(sparse=True)` makes them: one sparse dimension, one dense. Repeated
-        rows are summed in the order in which they stand.
+        Repeated rows are summed in the order in which they stand.
 
         Raises:
-            ExtensionError: another layout or shape.
+            ExtensionError: an index is out of range.
 
         Example:
             >>> rows = torch.tensor([[1.0], [2.0], [4.0]])
@@ -62,7 +48,6 @@ class RowSparse:
             >>> RowSparse.from_coo(g).rows_KD.tolist()
             [[2.0], [5.0]]
         """
-        check_coo(gradient)
         # The public accessors refuse tensors that are not coalesced, and torch's own coalesce
         # guarantees no order of summation.
         indices, rows = gradient._indices()[0], gradient._values()
@@ -81,6 +66,8 @@ class RowSparse:
 
 def check_coo(gradient: torch.Tensor) -> None:
     """Refuses a gradient that `RowSparse.from_coo` cannot take; looks at no element.
+
+    It takes those that `torch.nn.Embedding(sparse=True)` makes: one sparse dimension, one dense.
 
     Raises:
         ExtensionError: another layout, shape, dtype or device.
@@ -102,7 +89,12 @@ def check_coo(gradient: torch.Tensor) -> None:
             remedy="see megatron-sparse doctor; or make the embedding with sparse=False: its "
             "gradient is then pruned like others",
         )
-    _check_rows_dtype(gradient.dtype)
+    if gradient.dtype not in GRAD_DTYPES:
+        expected = "float32, bfloat16 or float16"
+        raise ExtensionError("the rows have the wrong dtype", expected=expected, got=gradient.dtype)
+    if gradient.shape[0] > MAX_ROWS:
+        got = gradient.shape[0]
+        raise ExtensionError("the gradient has too many rows", expected="at most 2^40", got=got)
 
 
 def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSparse:
@@ -118,54 +110,22 @@ def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSpa
         num_rows: rows of the whole gradient.
 
     Raises:
-        ExtensionError: the tensors do not fit together, or an index is out of range.
+        ExtensionError: an index is out of range.
     """
     rows = rows.contiguous()
     indices = indices.contiguous()
-    _check_pairs(indices, rows, num_rows)
-    if _ascends(indices):
+    if indices.numel():
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < 0 or high >= num_rows:
+            raise ExtensionError(
+                "a row index is out of range",
+                expected=f"0 to {num_rows - 1}",
+                got=low if low < 0 else high,
+            )
+    if bool((indices[1:] > indices[:-1]).all()):
         return RowSparse(indices, rows, num_rows)
     ordered, order = torch.sort(indices, stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     # Where the rows of each unique index begin in `order`, and where the last ones end.
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return RowSparse(unique, row_sparse_ops.sum_rows(rows, order, offsets), num_rows)
-
-
-def _ascends(indices: torch.Tensor) -> bool:
-    return bool((indices[1:] > indices[:-1]).all())
-
-
-def _check_rows_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        expected = "float32, bfloat16 or float16"
-        raise ExtensionError("the rows have the wrong dtype", expected=expected, got=dtype)
-
-
-def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
-    """Refuses wrong shapes, dtypes and lengths, and indices outside of [0, num_rows)."""
-    if not 0 <= num_rows <= MAX_ROWS:
-        raise ExtensionError("num_rows is out of range", expected="0 to 2^40", got=num_rows)
-    shapes_fit = indices.dim() == 1 and rows.dim() == 2
-    if indices.dtype != torch.int64 or not shapes_fit:
-        raise ExtensionError(
-            "these are no row-sparse pairs",
-            expected="int64 indices [K] and rows [K, D]",
-            got=f"{indices.dtype} {tuple(indices.shape)} and {tuple(rows.shape)}",
-        )
-    _check_rows_dtype(rows.dtype)
-    if rows.shape[0] != indices.numel():
-        raise ExtensionError(
-            "there are more or fewer rows than indices",
-            expected=f"{indices.numel()} rows",
-            got=rows.shape[0],
-        )
-    if indices.numel() == 0:
-        return
-    low, high = (int(bound) for bound in indices.aminmax())
-    if low < 0 or high >= num_rows:
-        raise ExtensionError(
-            "a row index is out of range",
-            expected=f"0 to {num_rows - 1}",
-            got=low if low < 0 else high,
-        )
