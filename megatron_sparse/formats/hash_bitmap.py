@@ -35,16 +35,12 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     """Writes the record of one partition.
 
     Args:
-        values_P: fp32, bf16 or fp16, by position; travel bit for bit, except that in the bitmap
-            form `-0.0` is zero and is not sent. Only read.
+        values_P: one for each position, in the record's dtype; travel bit for bit, except that in
+            the bitmap form `-0.0` is zero and is not sent. Only read.
         place: which partition, segment and step the record is for.
 
     Returns:
         uint8 beside the values; a view of a buffer that would have room for all of them.
-
-    Raises:
-        ExtensionError: the values are not one for each position, have another dtype, or are not
-            contiguous.
 
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
@@ -56,13 +52,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
         >>> float(acc[h.element_at(1, torch.tensor([1]))])
         2.0
     """
-    positions, word_bytes = place.positions, place.word_bytes
-    if values_P.numel() != positions or values_P.dtype != place.value_dtype:
-        raise ExtensionError(
-            f"encode: the values do not fit partition {place.partition}",
-            expected=f"{positions} values of {place.value_dtype}",
-            got=f"{values_P.numel()} of {values_P.dtype}",
-        )
+    word_bytes = place.word_bytes
     values_at = SECTIONS_AT + pad16(word_bytes)
     room = values_at + pad16(values_P.nbytes)  # for a bitmap and all values
     out = torch.empty(room, dtype=torch.uint8, device=values_P.device)
@@ -132,7 +122,8 @@ def _add_(
     bits: BitmapPlace,
 ) -> None:
     """Adds the values of a record to a vector of `numel` elements; `bits` says which ones."""
-    check_length(acc, numel)
+    if acc.numel() != numel:
+        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
     words, values, nnz = _read(record, place, rank)
     # `found`: the set bits where nnz is wrong, the number of positions where a bit is beyond them.
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
@@ -140,16 +131,6 @@ def _add_(
         raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)
     if field == "bitmap":
         raise wrong_field(rank, "bitmap", f"no bit beyond position {found - 1}", "some")
-
-
-def check_length(acc: torch.Tensor, numel: int) -> None:
-    """Refuses a vector of sums that does not have `numel` elements.
-
-    Raises:
-        ExtensionError: it has more or fewer.
-    """
-    if acc.numel() != numel:
-        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
 
 
 def _read(

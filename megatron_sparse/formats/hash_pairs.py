@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_record import (
     ALL_FORMS,
@@ -34,9 +33,6 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
     Returns:
         uint8.
 
-    Raises:
-        ExtensionError: the two have different lengths, or the values another dtype.
-
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
         >>> place = PartitionRecord(PermutationHash(8, 1, 0), 0, torch.float32, 0, step=3)
@@ -47,12 +43,6 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
         2.0
     """
     nnz = indices_K.numel()
-    if values_K.dtype != place.value_dtype or values_K.shape != indices_K.shape:
-        raise ExtensionError(
-            "encode: the values do not fit",
-            expected=f"{nnz} of {place.value_dtype}",
-            got=f"{values_K.numel()} of {values_K.dtype}",
-        )
     if place.smallest(nnz, ALL_FORMS) != FORM_PAIRS:
         # `hash_bitmap` chooses between the two other forms.
         values_P = values_K.new_zeros(place.positions)
@@ -78,13 +68,12 @@ def accumulate_(
 ) -> None:
     """Adds a rank's pushed record to a server's partition, held by position.
 
-    Arguments and errors are those of `hash_bitmap.accumulate_`.
+    Arguments, and errors of the record, are those of `hash_bitmap.accumulate_`.
     """
     form, nnz = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:
         hash_bitmap.accumulate_(acc_P, record, place, rank)
         return
-    hash_bitmap.check_length(acc_P, place.positions)
     if not nnz:
         return
     values_at = SECTIONS_AT + pad16(4 * nnz)

@@ -238,17 +238,11 @@ def test_another_record_is_refused():
 
 
 def test_arguments_that_do_not_match_are_one_typed_error():
-    place, values, none = place_of(H, 1), SPARSE[_positions(H, 1)], torch.zeros(9)
-    many = hash_pairs.encode(*_entries(H, 1, 0.5), place)
+    place = place_of(H, 1)
     for call, arguments, words in (
-        (hash_bitmap.encode, (values[1:], place), "333 values"),
         (hash_bitmap.decode_add_, (SPARSE, PULLED.view(torch.int8), place, 0), "no record"),
         (hash_bitmap.decode_add_, (torch.zeros(999), PULLED, place, 0), "wrong length"),
         (hash_bitmap.decode_add_, (torch.zeros(1000).half(), PULLED, place, 0), "dtype"),
-        (hash_pairs.encode, (INDICES, VALUES[1:], place), "values do not fit"),
-        (hash_pairs.encode, (INDICES, VALUES.half(), place), "values do not fit"),
-        (hash_pairs.accumulate_, (none, PUSHED, place, 0), "wrong length"),
-        (hash_pairs.accumulate_, (none, many, place, 0), "wrong length"),
         (place_of, (H, 3), "no such partition"),
     ):
         with pytest.raises(ExtensionError, match=words):
