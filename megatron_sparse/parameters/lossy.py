@@ -66,7 +66,7 @@ class LossyGather(ShardGather[LossyWay]):
     def begin_step(self) -> None:
         """Gives the optimizer its master. Call it when no gather is under way."""
         self._was_changed, self._changed = self._changed, True
-        self._install_master()
+        self._install(master=True)
 
     def end_step(self, *, accepted: bool) -> None:
         """Call it after each step: one that was not accepted leaves all as before `begin_step`.
@@ -80,15 +80,14 @@ class LossyGather(ShardGather[LossyWay]):
             return
         self._changed = self._was_changed
         if not self._changed:
-            self._install_replica()
+            self._install(master=False)
 
     def release(self) -> None:
         """Gives the buffer its master, for a raw gather that this object does not see.
 
         Call it on every rank, between two gathers.
         """
-        if self._kept_M is not None:
-            self._install_master()
+        self._install(master=True)
         self.forget()
 
     def settled_master(self) -> torch.Tensor | None:
@@ -125,11 +124,11 @@ class LossyGather(ShardGather[LossyWay]):
         if not self._changed:
             return NOTHING
         assert self._kept_M is not None, "else the gather is raw"
-        self._install_master()  # then `_kept_M` is the replica
+        self._install(master=True)  # then `_kept_M` is the replica
         master_M, replica_M = self._own_M, self._kept_M
         sent = encode_difference(master_M, replica_M, bits=self._way.bits, epoch=number)
         add_difference_(sent, replica_M, epoch=number)
-        self._install_replica()
+        self._install(master=False)
         self._changed = False
         return sent
 
@@ -146,23 +145,14 @@ class LossyGather(ShardGather[LossyWay]):
             self._kept_M = self._own_M.clone()
             self._master_is_kept, self._changed = True, False
 
-    def _install_master(self) -> None:
-        """The master into the buffer, the replica into `_kept_M`."""
-        if self._master_is_kept:
-            self._swap()
-
-    def _install_replica(self) -> None:
-        """The replica into the buffer, the master into `_kept_M`."""
-        if not self._master_is_kept:
-            self._swap()
-
-    def _swap(self) -> None:
-        """Exchanges the own shard in the buffer with `_kept_M`, piece by piece."""
-        if self._kept_M is None:  # the next gather is raw: there is nothing to exchange
+    def _install(self, *, master: bool) -> None:
+        """Puts the master, or else the replica, into the buffer and the other one aside, in pieces."""
+        # If nothing is kept, the next gather is raw: there is nothing to exchange.
+        if self._kept_M is None or self._master_is_kept != master:
             return
         own_pieces = self._own_M.split(SWAPPED_NUMEL)
         for own, kept in zip(own_pieces, self._kept_M.split(SWAPPED_NUMEL), strict=True):
             before = own.clone()
             own.copy_(kept)
             kept.copy_(before)
-        self._master_is_kept = not self._master_is_kept
+        self._master_is_kept = not master
