@@ -246,7 +246,7 @@ class Ops:
         grad, pruning, segments = self._put(case.grad_N), case.pruning, case.segments
         given_N = case.residual_N if pruning is None else pruning.residual_N
         rest = None if given_N is None else self._put(given_N, 3)
-        out = self._bytes(case.room)
+        out = self._on(torch.full((case.room + MARGIN,), POISON, dtype=torch.uint8))
         if pruning is not None:
             assert rest is not None
             chances_R = pruning.tie_chances_R
@@ -256,8 +256,14 @@ class Ops:
                 thresholds_R=self._on(pruning.thresholds_R),
                 tie_chances_R=None if chances_R is None else self._on(chances_R),
             )
+        room = out[:-MARGIN]
         with self._isa_is_set():
-            sizes, nnz = self._call(case, grad, pruning, rest, out[:-MARGIN])
+            if pruning is None:
+                nnz = cases.count_nonzero(case.grad_N, segments.offsets)
+                given = None if case.is_rice else nnz
+                sizes = ops.encode(grad, segments, given, case.spec, room, rest)
+            else:
+                sizes, nnz = ops.prune_encode(grad, pruning, segments, case.spec, room)
         where = f"{self.name} {case.what}"
         cases.assert_same_bits(grad.cpu(), case.grad_N, f"{where}: the gradient")
         self._look_around(where, grad, rest)
@@ -289,20 +295,6 @@ class Ops:
             self._look_around(self.name, there)
         acc.copy_(there.cpu())
 
-    def _call(
-        self,
-        case: Case,
-        grad: torch.Tensor,
-        pruning: Pruning | None,
-        rest: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if pruning is not None:
-            return ops.prune_encode(grad, pruning, case.segments, case.spec, out)
-        nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
-        given = case.segments, None if case.is_rice else nnz_S, case.spec, out
-        return ops.encode(grad, *given, rest), nnz_S
-
     def _records(
         self, where: str, out: torch.Tensor, sizes: list[int], slots: torch.Tensor | None
     ) -> list[bytes]:
@@ -324,9 +316,6 @@ class Ops:
 
     def _on(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._place is None else self._place(tensor)
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        return self._on(torch.full((count + MARGIN,), POISON, dtype=torch.uint8))
 
     def _look_around(self, where: str, *tensors: torch.Tensor | None) -> None:
         for tensor in tensors if self._place is None else ():
