@@ -1,14 +1,13 @@
 """The message codec in plain torch operations, on any device.
 
 For CUDA tensors that the compiled codec does not serve (`codec_choice`), and for comparison in the
-benchmarks. Dense and COO records only, byte for byte those of the compiled codec. It synchronises
-with the host: once to encode (record sizes follow from the non-zero counts) and once for each
-record to decode (the walk reads every header).
+benchmarks. Dense and COO records only, byte for byte those of the compiled codec. The host waits
+for the device once for each record that it encodes or decodes: it writes and reads the headers.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -35,7 +34,7 @@ def encode(
     spec: RecordSpec,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Writes one record for each segment into `out`; see `cuda_ext.ops.encode`.
+    """Writes one record for each segment into `out`, which has room; see `cuda_ext.ops.encode`.
 
     With `FORMAT_ADAPTIVE` the choice is between dense and COO.
 
@@ -43,7 +42,7 @@ def encode(
         int64 record sizes on the CPU.
 
     Raises:
-        ExtensionError: `out` is too small, or another format is asked for.
+        ExtensionError: another format is asked for.
     """
     value_dtype, record_format = spec.value_dtype, spec.record_format
     if record_format not in (FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_COO):
@@ -53,53 +52,29 @@ def encode(
             got=record_format,
             remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
-    dtype, offsets = GRAD_DTYPES[value_dtype], segments.offsets.tolist()
-    # First all headers: the non-zero counts alone decide about format and size.
-    headers: list[Header] = []
+    dtype, sizes, position = GRAD_DTYPES[value_dtype], [], 0
     for (first, last), keep, nnz in zip(
-        pairwise(offsets), segments.dense.tolist(), nnz_S.tolist(), strict=True
+        pairwise(segments.offsets.tolist()), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
-        numel = last - first
+        values, numel = grad_N[first:last], last - first
         chosen, payload = FORMAT_DENSE, payload_bytes(FORMAT_DENSE, numel, nnz, value_dtype)
         coo_payload = payload_bytes(FORMAT_COO, numel, nnz, value_dtype)
         may_be_coo = record_format != FORMAT_DENSE and not keep
         if may_be_coo and coo_payload < payload:
             chosen, payload = FORMAT_COO, coo_payload
-        headers.append(Header(chosen, value_dtype, numel, nnz, payload, first, spec.step))
-    sizes = [HEADER_BYTES + header.payload_bytes for header in headers]
-    *starts, used = accumulate(sizes, initial=0)
-    if used > out.numel():
-        raise ExtensionError(
-            "encode: the output buffer is too small",
-            expected=f"{used} bytes",
-            got=out.numel(),
-            remedy="size it with message_capacity",
-        )
-    out[:used].zero_()
-    _write_headers(out, starts, headers)
-    for header, start in zip(headers, starts, strict=True):
-        values = grad_N[header.offset : header.offset + header.numel]
-        sections_at = values_at = start + HEADER_BYTES
-        if header.format == FORMAT_COO:  # the indices come before the values
-            index_K = torch.nonzero_static(values, size=header.nnz).squeeze(1)
-            out[sections_at : sections_at + 4 * header.nnz].view(torch.int32).copy_(index_K)
-            values_at, values = sections_at + pad16(4 * header.nnz), values[index_K]
+        header = Header(chosen, value_dtype, numel, nnz, payload, first, spec.step)
+        sizes.append(HEADER_BYTES + payload)
+        record = out[position : position + sizes[-1]].zero_()  # the padding of sections
+        position += sizes[-1]
+        record[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        values_at = HEADER_BYTES
+        if chosen == FORMAT_COO:  # the indices come before the values
+            index_K = torch.nonzero_static(values, size=nnz).squeeze(1)
+            record[values_at : values_at + 4 * nnz].view(torch.int32).copy_(index_K)
+            values_at, values = HEADER_BYTES + pad16(4 * nnz), values[index_K]
         value_bytes = values.numel() * dtype.itemsize
-        round_into(out[values_at : values_at + value_bytes].view(dtype), values)
+        round_into(record[values_at : values_at + value_bytes].view(dtype), values)
     return torch.tensor(sizes, dtype=torch.int64)
-
-
-def _write_headers(out: torch.Tensor, starts: list[int], headers: list[Header]) -> None:
-    """Writes each header at its start in `out`.
-
-    All at once: on CUDA each copy from the host costs a wait.
-    """
-    if not headers:
-        return
-    packed = bytearray(b"".join(header.pack() for header in headers))
-    # [headers, 48]: where each byte of each header goes.
-    places = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
-    out[places.view(-1).to(out.device)] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
 
 
 def decode_add_(

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext.record_spec import RecordSpec
-from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats import torch_codec
-from megatron_sparse.wire import FORMAT_PICI
 from tests import damage
 from tests.codec import POISON, RANK, Case, Made, check, segments_of, spec_of
 from tests.cuda_ext import cases
@@ -70,17 +68,3 @@ def test_damage_is_refused_and_nothing_is_added():
             TORCH.decode_(acc, found.message, case.expected())
         assert any(f"field {field} is" in caught.value.what for field in found.fields), found.what
     assert not acc.any()
-
-
-@pytest.mark.parametrize(
-    ("spec", "room", "words"),
-    [
-        (spec_of(0), 64, "too small"),
-        (RecordSpec(0, 0, record_format=FORMAT_PICI), 2000, "torch operations do not write"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(spec, room, words):
-    grad_N = cases.pruned_grad(200, 0.05, torch.float32)
-    out = torch.empty(room, dtype=torch.uint8)
-    with pytest.raises(ExtensionError, match=words):
-        torch_codec.encode(grad_N, segments_of([0, 200]), torch.tensor([10]), spec, out)
