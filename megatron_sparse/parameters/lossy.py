@@ -146,7 +146,7 @@ class LossyGather(ShardGather[LossyWay]):
             self._master_is_kept, self._changed = True, False
 
     def _install(self, *, master: bool) -> None:
-        """Puts the master, or else the replica, into the buffer and the other one aside, in pieces."""
+        """Puts master or replica into the buffer, and the other one into `_kept_M`, in pieces."""
         # If nothing is kept, the next gather is raw: there is nothing to exchange.
         if self._kept_M is None or self._master_is_kept != master:
             return
