@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_sparse
 from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.reduction import host_state
 from megatron_sparse.transport import groups
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 SIDE = 64
 AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 0, "scheme": "agsparse"}
@@ -90,36 +91,30 @@ def _with(use, factor=1000.0):
         (_with("plain"), {"by_hand": True}),
         (_with("discard"), {"by_hand": True}),
         ([(1000.0, "skip"), *USED], {}),
+        ([(1.0, "add"), (1.0, "use"), (2.0, "use")], {}),
     ],
-    ids=["overflow", "nan", "zeros in place", "plain", "plain, by hand", "told", "first"],
+    ids=["overflow", "nan", "zeros in place", "plain", "plain, by hand", "told", "first", "added"],
 )
-def test_a_pass_that_was_not_used_leaves_no_trace(passes, options):
-    """Weights and residuals balance as if it had not been: each is a sum of small integers."""
-    (weights, *_), *others = by_rank = run_ranks(_totals, 2, passes, options)
-    total = sum(total for _, _, total in by_rank)
-    left = sum(left for _, left, _ in by_rank)
-    assert torch.equal(-weights * 2 + left, total)
-    assert left.any()
-    assert all(torch.equal(weights, other) for other, *_ in others)
+@on_ranks(2)
+def test_weights_and_residuals_balance_whatever_passes_are_used(rank, passes, options):
+    """As if a pass that was not used had not been: each is a sum of small integers.
 
-
-def _totals(rank, world_size, passes, options):
+    Without `no_sync` DDP sums the gradient that it holds again: two passes are the mean of both.
+    """
     draw, total = torch.Generator().manual_seed(rank), torch.zeros(SIDE, SIDE)
     for factor, use in passes:
         gradient = torch.randint(-9, 10, (SIDE, SIDE), generator=draw).float() * factor
         if use in ("use", "add"):
             total += gradient.T
     weights, left = _loop(rank, passes, **options)
-    # The residual is a contribution to the average.
-    return weights, left * world_size, total
-
-
-def test_passes_without_no_sync_add_up():
-    """DDP sums the gradient that it holds again, so two passes count as the mean of both."""
-    passes = [(1.0, "add"), (1.0, "use"), (2.0, "use")]
-    (weights, *_), _ = by_rank = run_ranks(_totals, 2, passes, {})
-    total, left = (sum(rank[index] for rank in by_rank) for index in (2, 1))
+    left *= 2  # the residual is a contribution to the average
+    for each in (total, left):
+        dist.all_reduce(each)
     assert torch.equal(-weights * 2 + left, total)
+    assert left.any()
+    of_rank_0 = weights.clone()
+    dist.broadcast(of_rank_0, src=0)
+    assert torch.equal(weights, of_rank_0)
 
 
 OVERFLOWS = [(1.0, "use"), (1e30, "skip"), (1e30, "skip"), *USED]
