@@ -94,24 +94,17 @@ def _train(rank, steps, *, hook, accumulate=False, **options):
 WRAPPERS = ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"accumulate": True})
 
 
-def _with_and_without(rank, world_size):
-    results = []
+@on_ranks(2)
+def test_at_density_one_it_is_plain_ddp_bit_for_bit(rank):
+    """Two numbers have one sum, and halves are exact: there is nothing to round differently."""
     for wrapper in WRAPPERS:
         plain, _ = _train(rank, 4, hook=False, **wrapper)
         hooked, count = _train(rank, 4, hook=True, density=1.0, **AT_ONCE, **wrapper)
-        results.append((plain, hooked, count))
-    return results
-
-
-def test_at_density_one_it_is_plain_ddp_bit_for_bit():
-    """Two numbers have one sum, and halves are exact: there is nothing to round differently."""
-    by_rank = run_ranks(_with_and_without, 2)
-    for wrapper, results in zip(WRAPPERS, zip(*by_rank, strict=True), strict=True):
-        for plain, hooked, count in results:
-            assert count == 4, wrapper
-            for one, other, first in zip(plain, hooked, results[0][0], strict=True):
-                assert torch.equal(one, other), wrapper
-                assert torch.equal(one, first), "ranks agree"
+        assert count == 4, wrapper
+        for one, other in zip(plain, hooked, strict=True):
+            assert torch.equal(one, other), wrapper
+            torch.distributed.broadcast(one, src=0)
+            assert torch.equal(one, other), "ranks agree"
 
 
 def _auto(rank, world_size):
