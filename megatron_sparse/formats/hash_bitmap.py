@@ -89,67 +89,41 @@ def decode_add_(
         WireFormatError: names the rank and the field that is wrong; `acc_M` is untouched.
         ExtensionError: `acc_M` is not the whole segment, or not fp32.
     """
-    _add_(acc_M, record, place, rank, place.partition_hash.numel, place.bits(acc_M.device))
+    numel = place.partition_hash.numel
+    if acc_M.numel() != numel:
+        raise ExtensionError("acc has the wrong length", expected=numel, got=acc_M.numel())
+    head = place.read_head(record, rank, BY_POSITION)
+    add_(acc_M, record, place, rank, head, place.bits(acc_M.device))
 
 
-def accumulate_(
-    acc_P: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
-) -> None:
-    """Adds the values of a record to a partition that is held by position, as its server does.
-
-    Args:
-        acc_P: fp32, one for each position. Mutated.
-        record: uint8, exactly one record, not trusted.
-        place: what the record must say.
-        rank: the sender, for the error's text.
-
-    Raises:
-        WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
-        ExtensionError: `acc_P` is not one fp32 value for each position.
-    """
-    # Here positions are the elements, as in a segment with one partition and no permutation.
-    positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
-    bits = BitmapPlace(partition=0, partitions=1, seed=0, index_set_P=positions_P)
-    _add_(acc_P, record, place, rank, place.positions, bits)
-
-
-def _add_(
+def add_(
     acc: torch.Tensor,
     record: torch.Tensor,
     place: PartitionRecord,
     rank: int,
-    numel: int,
+    head: tuple[int, int],
     bits: BitmapPlace,
 ) -> None:
-    """Adds the values of a record to a vector of `numel` elements; `bits` says which ones."""
-    if acc.numel() != numel:
-        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
-    words, values, nnz = _read(record, place, rank)
+    """Adds the values of a record whose head was read: its form, not pairs, and nnz.
+
+    `bits` says which elements of `acc` the record's positions are. Errors as of `decode_add_`.
+    """
+    form, nnz = head
+    word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
+    if form == FORM_BITMAP:
+        words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
+        values_at = SECTIONS_AT + pad16(word_bytes)
+        values = record[values_at : values_at + nnz * value_bytes]
+    else:  # dense: the bitmap is made here, from values whose count must be nnz
+        dense = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
+        words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
+        values = torch.empty_like(dense)
+        found = hash_ops.bitmap_pack(as_dtype(dense, place.value_dtype), words, values)
+        check_fields(rank, ("nnz", found, nnz))
+        values = values[: nnz * value_bytes]
     # `found`: the set bits where nnz is wrong, the number of positions where a bit is beyond them.
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
     if field == "nnz":
         raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)
     if field == "bitmap":
         raise wrong_field(rank, "bitmap", f"no bit beyond position {found - 1}", "some")
-
-
-def _read(
-    record: torch.Tensor, place: PartitionRecord, rank: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Checks a record's head; returns its bitmap, the bytes of its non-zero values, and nnz.
-
-    The bitmap of a dense record is made here, from its values, whose count must be nnz. Another
-    bitmap is not compared with nnz yet.
-    """
-    form, nnz = place.read_head(record, rank, BY_POSITION)
-    word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
-    if form == FORM_BITMAP:
-        words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
-        values_at = SECTIONS_AT + pad16(word_bytes)
-        return words, record[values_at : values_at + nnz * value_bytes], nnz
-    dense = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
-    words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
-    packed = torch.empty_like(dense)
-    found = hash_ops.bitmap_pack(as_dtype(dense, place.value_dtype), words, packed)
-    check_fields(rank, ("nnz", found, nnz))
-    return words, packed[: nnz * value_bytes], nnz

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_record import (
     ALL_FORMS,
@@ -68,11 +69,21 @@ def accumulate_(
 ) -> None:
     """Adds a rank's pushed record to a server's partition, held by position.
 
-    Arguments, and errors of the record, are those of `hash_bitmap.accumulate_`.
+    Args:
+        acc_P: fp32, one for each position. Mutated.
+        record: uint8, exactly one record, not trusted.
+        place: what the record must say.
+        rank: the sender, for the error's text.
+
+    Raises:
+        WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
     """
-    form, nnz = place.read_head(record, rank, ALL_FORMS)
+    form, nnz = head = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:
-        hash_bitmap.accumulate_(acc_P, record, place, rank)
+        # Here positions are the elements, as in a segment with one partition and no permutation.
+        positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
+        bits = BitmapPlace(partition=0, partitions=1, seed=0, index_set_P=positions_P)
+        hash_bitmap.add_(acc_P, record, place, rank, head, bits)
         return
     if not nnz:
         return

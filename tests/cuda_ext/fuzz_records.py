@@ -360,7 +360,7 @@ def decode_bitmap(rng: random.Random) -> bool:
         if rng.random() < 0.5:
             hash_bitmap.decode_add_(acc_M, record, place, rank=0)
             return
-        hash_bitmap.accumulate_(acc_P, record, place, rank=0)
+        hash_pairs.accumulate_(acc_P, record, place, rank=0)
         if intact:
             wanted = values.float() + UNTOUCHED
             assert torch.equal(acc_P.nan_to_num(), wanted.nan_to_num())
