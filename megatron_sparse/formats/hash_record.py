@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
-from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
+from megatron_sparse.cuda_ext.checksum_ops import seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.formats.hash_partition import PartitionHash
-from megatron_sparse.formats.header import Header, check_fields, head_of
+from megatron_sparse.formats.header import Header, check_fields, read_head
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
 
 SUB_HEADER_BYTES = 32
@@ -150,19 +150,13 @@ class PartitionRecord:
 
         Raises:
             WireFormatError: names the rank and the field that is wrong.
-            ExtensionError: as of `head_of`.
         """
         h0, positions = self.partition_hash, self.positions
-        head = head_of(record, SECTIONS_AT)
-        # One message of one record. An unsealed record's checksum does not cover its payload.
-        payload_sum = int(payload_sums([record], records=1)) if self.checksum else 0
-        header = Header.unpack(head, rank, payload_sum)
+        header, head = read_head(record, SECTIONS_AT, rank, sealed=self.checksum)
         check_fields(rank, ("format", FORMAT_HASH_BITMAP, header.format))
         header.check_segment(self.code, h0.numel, self.offset, self.step, rank)
         if header.nnz > positions:
             raise wrong_field(rank, "nnz", f"at most {positions}", header.nnz)
-        if len(head) < SECTIONS_AT:
-            raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
         sub_header = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
         form = sub_header[_SUB_HEADER_FIELDS.index("form")]
         if form not in forms:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.errors import ExtensionError
+from megatron_sparse.cuda_ext.checksum_ops import payload_sums
 from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
     FORMAT_BLOCKS,
@@ -31,22 +31,6 @@ from megatron_sparse.wire import (
 )
 
 _BEFORE_CHECKSUM = struct.Struct("<4sBBBBQQQQI")
-
-
-def head_of(record: torch.Tensor, nbytes: int = HEADER_BYTES) -> bytes:
-    """The first bytes of a record, on the host; on CUDA this waits.
-
-    Raises:
-        ExtensionError: `record` is not a contiguous 1-D uint8 tensor.
-    """
-    is_row_of_bytes = record.dtype == torch.uint8 and record.dim() == 1
-    if not is_row_of_bytes or not record.is_contiguous():
-        raise ExtensionError(
-            "this is no record",
-            expected="a contiguous 1-D uint8 tensor",
-            got=f"{record.dtype} {tuple(record.shape)}",
-        )
-    return record[:nbytes].cpu().numpy().tobytes()
 
 
 def heads_of(records: Sequence[torch.Tensor]) -> list[bytes]:
@@ -240,3 +224,25 @@ class Header:
             ("size", max(pad16(record_bytes), least), record_bytes),
             ("payload_bytes", record_bytes - HEADER_BYTES, self.payload_bytes),
         )
+
+
+def read_head(
+    record: torch.Tensor, nbytes: int, rank: int | None, *, sealed: bool = False
+) -> tuple[Header, bytes]:
+    """The header of a record, and its first bytes with the sub-header; on CUDA the host waits.
+
+    Args:
+        record: uint8, exactly one record, not trusted.
+        nbytes: of header and sub-header.
+        rank: as of `Header.unpack`.
+        sealed: the header's checksum covers the payload too.
+
+    Raises:
+        WireFormatError: as of `Header.unpack`, or there are fewer bytes.
+    """
+    head = record[:nbytes].cpu().numpy().tobytes()
+    payload_sum = int(payload_sums([record], records=1)) if sealed else 0
+    header = Header.unpack(head, rank, payload_sum)
+    if len(head) < nbytes:
+        raise wrong_field(rank, "size", f"{nbytes} bytes and more", len(head))
+    return header, head

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.cuda_ext.arguments import call, overload, refusing
-from megatron_sparse.formats.header import Header, check_fields, head_of
-from megatron_sparse.wire import FORMAT_QUANTISED, QUANTISED_BITS, wrong_field
+from megatron_sparse.formats.header import check_fields, read_head
+from megatron_sparse.wire import FORMAT_QUANTISED, HEADER_BYTES, QUANTISED_BITS, wrong_field
 
 _FIELDS = ("", "payload checksum", "group size", "zeros of the sub-header", "scale")
 """What the decoder's status may blame; `QuantisedField` of `cuda_ext/csrc/quantised.cpp`."""
@@ -71,7 +71,7 @@ def add_difference_(
             field. `held` is then unchanged.
         ExtensionError: an argument is no such tensor.
     """
-    header = Header.unpack(head_of(record), rank)
+    header, _ = read_head(record, HEADER_BYTES, rank)
     check_fields(rank, ("format", FORMAT_QUANTISED, header.format))
     bits = header.flags  # where such a record states them
     if bits not in QUANTISED_BITS:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
-from megatron_sparse.formats.header import Header, check_fields, head_of
+from megatron_sparse.cuda_ext.checksum_ops import seal_
+from megatron_sparse.formats.header import Header, check_fields, read_head
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.wire import FORMAT_ROW_SPARSE, HEADER_BYTES, pad16, wrong_field
@@ -122,13 +122,8 @@ class RowPart:
 
         Raises:
             WireFormatError: names the rank and the first field that is wrong.
-            ExtensionError: as of `head_of`.
         """
-        head = head_of(record, SECTIONS_AT)
-        payload_sum = int(payload_sums([record], records=1)) if self.checksum else 0
-        header = Header.unpack(head, rank, payload_sum)
-        if len(head) < SECTIONS_AT:
-            raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
+        header, head = read_head(record, SECTIONS_AT, rank, sealed=self.checksum)
         num_rows, columns, stored, part, parts = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
         if stored > self.rows:
             raise wrong_field(rank, "stored rows", f"at most {self.rows}", stored)

@@ -240,7 +240,6 @@ def test_another_record_is_refused():
 def test_arguments_that_do_not_match_are_one_typed_error():
     place = place_of(H, 1)
     for call, arguments, words in (
-        (hash_bitmap.decode_add_, (SPARSE, PULLED.view(torch.int8), place, 0), "no record"),
         (hash_bitmap.decode_add_, (torch.zeros(999), PULLED, place, 0), "wrong length"),
         (hash_bitmap.decode_add_, (torch.zeros(1000).half(), PULLED, place, 0), "dtype"),
         (place_of, (H, 3), "no such partition"),

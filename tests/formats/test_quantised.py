@@ -154,7 +154,6 @@ FOUR = torch.zeros(4)
         (lambda: encode_difference(FOUR, torch.zeros(5), bits=4, epoch=0), "length"),
         (lambda: encode_difference(torch.zeros(8)[::2], FOUR, bits=4, epoch=0), "shape"),
         (lambda: encode_difference(FOUR, FOUR, bits=5, epoch=0), "bits"),
-        (lambda: add_difference_(torch.zeros(64), FOUR, epoch=0), "no record"),
     ],
 )
 def test_wrong_arguments(call, text):
