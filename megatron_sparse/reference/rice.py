@@ -9,7 +9,7 @@ number i as its bit i. Cost: docs/wire-format.md.
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -130,10 +130,6 @@ def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordS
     spec = RecordSpec(
         header.dtype, header.step, FORMAT_RICE, log2_span=log2_span, without_indices=not has_indices
     )
-    if not has_indices:
-        whole = whole_words(header.numel, spec)
-        if total_words != whole:
-            raise wrong_field(rank, "table", f"{whole} words", total_words)
     table_bytes = pad16(8 * (chunks + 1)) if has_indices else 0  # a row has 8 bytes
     payload_bytes = SUB_HEADER.size + table_bytes + pad16(4 * total_words)
     if header.payload_bytes != payload_bytes:
@@ -144,7 +140,7 @@ def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordS
 def _read_table(
     header: Header, payload: bytes, spec: RecordSpec, total_words: int, rank: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Reads and checks the table, which a record without indices does not have.
+    """Reads and checks the table; that of a record without indices follows from its length.
 
     Returns:
         Entries and words before each chunk, and in all of them; and the byte of the payload at
@@ -153,12 +149,17 @@ def _read_table(
     span = 1 << spec.log2_span
     chunks = -(-header.numel // span)
     if spec.without_indices:
-        ends = [min(span * chunk, header.numel) for chunk in range(chunks + 1)]
-        return [(end, whole_words(end, spec)) for end in ends], SUB_HEADER.size
-    numbers = struct.unpack_from(f"<{2 * (chunks + 1)}I", payload, SUB_HEADER.size)
-    table = list(zip(numbers[::2], numbers[1::2], strict=True))
-    if table[0] != (0, 0) or table[-1] != (header.nnz, total_words):
-        expected = f"(0, 0) to {header.nnz, total_words}"
+        sizes = [min(span, header.numel - span * chunk) for chunk in range(chunks)]
+        words = [rice_value_words(size, spec.value_dtype) for size in sizes]
+        entries_before, words_before = (accumulate(each, initial=0) for each in (sizes, words))
+        total_entries, words_at = header.numel, SUB_HEADER.size
+    else:
+        numbers = struct.unpack_from(f"<{2 * (chunks + 1)}I", payload, SUB_HEADER.size)
+        entries_before, words_before = numbers[::2], numbers[1::2]
+        total_entries, words_at = header.nnz, SUB_HEADER.size + pad16(8 * (chunks + 1))
+    table = list(zip(entries_before, words_before, strict=True))
+    if table[0] != (0, 0) or table[-1] != (total_entries, total_words):
+        expected = f"(0, 0) to {total_entries, total_words}"
         raise wrong_field(rank, "table", expected, (table[0], table[-1]))
     for chunk, ((entries_begin, words_begin), (entries_end, words_end)) in enumerate(
         pairwise(table)
@@ -168,7 +169,7 @@ def _read_table(
         if not 0 <= entries <= numel or words < 0:
             got = (entries, words)
             raise wrong_field(rank, "table", f"rows that ascend to {numel}", got)
-    return table, SUB_HEADER.size + pad16(8 * (chunks + 1))
+    return table, words_at
 
 
 class WrongWords(ValueError):
@@ -229,13 +230,6 @@ def value_words(x_K: torch.Tensor, spec: RecordSpec) -> tuple[np.ndarray, np.nda
         words += [np.array([group.scale_word], "<u4"), planes(group.codes, bits)]
         sent.append(group.sent)
     return np.concatenate(words), np.concatenate(sent)
-
-
-def whole_words(numel: int, spec: RecordSpec) -> int:
-    """Words of a record without indices."""
-    span = 1 << spec.log2_span
-    full = rice_value_words(span, spec.value_dtype) * (numel // span)
-    return full + rice_value_words(numel % span, spec.value_dtype)
 
 
 def read_chunk(
