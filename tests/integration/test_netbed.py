@@ -99,6 +99,33 @@ def nothing_is_left():
     assert seen() == before
 
 
+TALK = """
+import json, os, socket, sys, time
+rank, last = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']) - 1
+size, found = int(sys.argv[1]), []
+if rank == 0:
+    for other in sorted({1, last}):
+        while True:
+            try: peer = socket.create_connection((f'10.77.0.{other + 1}', 4000))
+            except OSError: time.sleep(0.05)
+            else: break
+        def answered(sent):
+            start = time.monotonic()
+            peer.sendall(sent)
+            peer.recv(1)
+            return time.monotonic() - start
+        found.append((min(answered(b'x') for _ in range(3)), answered(bytes(size))))
+    print(json.dumps(found))
+elif rank in (1, last):
+    with socket.create_server(('', 4000)) as server:
+        peer, _ = server.accept()
+        for want in (1, 1, 1, size):
+            while want: want -= len(peer.recv(min(want, 1 << 16)))
+            peer.sendall(b'y')
+"""
+"""Rank 0 asks the next host and the last one: seconds until a byte, and so many, are answered."""
+
+
 @bed
 class TestRanks:
     """Each rank's environment, and where its output goes."""
@@ -134,59 +161,20 @@ class TestRanks:
 
     def test_the_rate_is_the_links(self):
         """4 MB at 100 Mbit/s take 0.33 s with headers; a bucket and a queue may start at once."""
-        talk = (
-            "import os, socket, sys, time\n"
-            "size = 4_000_000\n"
-            "if os.environ['RANK'] == '0':\n"
-            "    with socket.create_server((os.environ['MASTER_ADDR'], 29500)) as server:\n"
-            "        peer, _ = server.accept()\n"
-            "        start, got = time.monotonic(), 0\n"
-            "        while got < size: got += len(peer.recv(1 << 16))\n"
-            "        print(time.monotonic() - start)\n"
-            "else:\n"
-            "    for _ in range(200):\n"
-            "        try: peer = socket.create_connection((os.environ['MASTER_ADDR'], 29500))\n"
-            "        except OSError: time.sleep(0.05)\n"
-            "        else: break\n"
-            "    peer.sendall(bytes(size))\n"
-            "    time.sleep(0.5)\n"
-        )
-        command = shlex.join(["--", sys.executable, "-c", talk])
-        limited, _ = succeeds(f"--ranks 2 --mbit 100 {command}")
+        command = shlex.join(["--", sys.executable, "-c", TALK, "4_000_000"])
+        out, _ = succeeds(f"--ranks 2 --mbit 100 {command}")
+        ((_, limited_s),) = json.loads(out)
         # The bucket holds 0.13 MB. A busy machine is slower, within reason.
-        assert 0.3 < float(limited) < 30
-        free, _ = succeeds(f"--ranks 2 --mbit 0 {command}")
-        assert float(free) < float(limited)
+        assert 0.3 < limited_s < 30
+        out, _ = succeeds(f"--ranks 2 --mbit 0 {command}")
+        ((_, free_s),) = json.loads(out)
+        assert free_s < limited_s
 
     @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TAP devices")
     @pytest.mark.parametrize("sites", [1, 2])
     def test_delay_and_rate_between_hosts_or_sites(self, sites):
-        """Rank 0 talks to the next host and to the last one, which is on the other site of two."""
-        talk = (
-            "import json, os, socket, time\n"
-            "rank, last = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']) - 1\n"
-            "size, found = 2_000_000, []\n"
-            "if rank == 0:\n"
-            "    for other in (1, last):\n"
-            "        while True:\n"
-            "            try: peer = socket.create_connection((f'10.77.0.{other + 1}', 4000))\n"
-            "            except OSError: time.sleep(0.05)\n"
-            "            else: break\n"
-            "        def answered(sent):\n"
-            "            start = time.monotonic()\n"
-            "            peer.sendall(sent)\n"
-            "            peer.recv(1)\n"
-            "            return time.monotonic() - start\n"
-            "        found.append((min(answered(b'x') for _ in range(3)), answered(bytes(size))))\n"
-            "    print(json.dumps(found))\n"
-            "elif rank in (1, last):\n"
-            "    with socket.create_server(('', 4000)) as server:\n"
-            "        peer, _ = server.accept()\n"
-            "        for want in (1, 1, 1, size):\n"
-            "            while want: want -= len(peer.recv(min(want, 1 << 16)))\n"
-            "            peer.sendall(b'y')\n"
-        )
-        command = shlex.join(["--", sys.executable, "-c", talk])
+        """The last host is on the other site of two."""
+        command = shlex.join(["--", sys.executable, "-c", TALK, "2_000_000"])
         line = f"--ranks 4 --mbit 100 --delay-ms 60 --sites {sites} {command}"
         out, _ = succeeds(line)
         for (trip_s, sent_s), is_far in zip(json.loads(out), (sites == 1, True), strict=True):
