@@ -36,10 +36,7 @@ from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
-    FORMAT_BLOCKS,
-    FORMAT_COO,
-    FORMAT_DENSE,
-    FORMAT_PICI,
+    FORMAT_NAMES,
     FORMAT_RICE,
     RICE_BITS,
     rice_span,
@@ -51,13 +48,8 @@ QUANTISED = {bits: f"q{bits}" for bits in RICE_BITS.values()}
 """Names of the dtypes of quantised values, by their bits."""
 WIRE_CODES = {"fp32": 0, "bf16": 1, "fp16": 2} | {QUANTISED[b]: c for c, b in RICE_BITS.items()}
 _NAME_OF_CODE = tuple(WIRE_CODES)
-FORMAT_CODES = {
-    "auto": FORMAT_ADAPTIVE,
-    "coo": FORMAT_COO,
-    "pici": FORMAT_PICI,
-    "dense": FORMAT_DENSE,
-    "blocks": FORMAT_BLOCKS,
-    "rice": FORMAT_RICE,
+FORMAT_CODES = {"auto": FORMAT_ADAPTIVE} | {
+    name: FORMAT_NAMES.index(name) for name in ("coo", "pici", "dense", "blocks", "rice")
 }
 """The names that `scheme.format` accepts, and the blocks of `scheme.name=omnireduce`."""
 
