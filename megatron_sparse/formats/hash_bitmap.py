@@ -104,9 +104,15 @@ def add_(
     head: tuple[int, int],
     bits: BitmapPlace,
 ) -> None:
-    """Adds the values of a record whose head was read: its form, not pairs, and nnz.
+    """Adds the values of a record whose head has been read; the rest as of `decode_add_`.
 
-    `bits` says which elements of `acc` the record's positions are. Errors as of `decode_add_`.
+    Args:
+        acc: fp32, a segment, or a partition by position. Mutated.
+        record: with a bitmap, or dense.
+        place: what the record must say.
+        rank: the sender, for the error's text.
+        head: the record's form and nnz.
+        bits: which elements of `acc` the record's positions are.
     """
     form, nnz = head
     word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
