@@ -35,16 +35,11 @@ class Partitioned:
         indices_K: int64, partition after partition.
         values_K: their values, bits unchanged.
         offsets: n + 1 offsets of the partitions.
-        serial: entries that found no free slot in k rehashes.
-        grown: those of them beyond the serial memory r2. If this stays above zero, r1 or r2 is too
-            small. Both counts may vary between runs; the entries do not.
     """
 
     indices_K: torch.Tensor
     values_K: torch.Tensor
     offsets: list[int]
-    serial: int
-    grown: int
 
     def of(self, partition: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices and values of one partition; views."""
@@ -93,7 +88,7 @@ def hierarchical_hash(
     if serial_slots is None:
         serial_slots = -(-parallel_slots // 10)
     partition_K = partition_hash.partition_of(indices_K)
-    out_indices, out_values, offsets, counts = hash_ops.hierarchical_hash(
+    out_indices, out_values, offsets, _ = hash_ops.hierarchical_hash(
         indices_K,
         values_K,
         partition_K,
@@ -101,8 +96,7 @@ def hierarchical_hash(
         partitions,
         hash_ops.HashMemory(parallel_slots, serial_slots, rehashes, seed),
     )
-    serial, grown = counts.tolist()
-    return Partitioned(out_indices, out_values, offsets.tolist(), serial, grown)
+    return Partitioned(out_indices, out_values, offsets.tolist())
 
 
 def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,5 +162,4 @@ def split(
     """
     partition_K = partition_hash.partition_of(indices_K)
     order_K, offsets = hash_ops.split(partition_K, partition_hash.partitions)
-    # Without a hash memory no entry overflows: both counts are 0.
-    return Partitioned(indices_K[order_K], values_K[order_K], offsets.tolist(), serial=0, grown=0)
+    return Partitioned(indices_K[order_K], values_K[order_K], offsets.tolist())
