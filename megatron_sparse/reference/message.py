@@ -25,7 +25,8 @@ from megatron_sparse.wire import (
     wrong_field,
 )
 
-_FORMATS = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_RICE)
+_DECODERS = {FORMAT_PICI: pici.decode, FORMAT_BLOCKS: blocks.decode, FORMAT_RICE: rice.decode}
+_FORMATS = (FORMAT_DENSE, FORMAT_COO, *_DECODERS)
 
 
 def encode(
@@ -117,19 +118,11 @@ def _entries(
     Raises:
         WireFormatError: names the rank and the field that is wrong.
     """
-    if header.format == FORMAT_RICE:
-        return rice.decode(header, payload, rank)
+    if header.format in _DECODERS:
+        return _DECODERS[header.format](header, payload, rank)
     dtype = DTYPES[header.dtype]
     if header.format == FORMAT_DENSE:
         return slice(None), numbers_at(payload, 0, header.numel, dtype)
-    if header.format == FORMAT_BLOCKS:
-        return blocks.decode(header, payload, rank)
-    if header.format == FORMAT_PICI:
-        linear = bool(header.flags & FLAG_PICI_LINEAR)
-        try:
-            return pici.decode(payload, header.numel, header.nnz, dtype, linear=linear)
-        except ValueError as error:
-            raise wrong_field(rank, "prefix or words", "those of its bits", error) from error
     index = numbers_at(payload, 0, header.nnz, torch.int32).tolist()
     # COO's indices ascend strictly, inside the segment.
     for before, after in pairwise([-1, *index, header.numel]):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import numbers_at, padded
-from megatron_sparse.wire import pad16
+from megatron_sparse.reference.prune import DTYPES
+from megatron_sparse.wire import FLAG_PICI_LINEAR, pad16, wrong_field
 
 TILE, SIDE = 4096, 64
 
@@ -43,14 +45,13 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
     )
 
 
-def decode(
-    payload: bytes, numel: int, nnz: int, dtype: torch.dtype, *, linear: bool
-) -> tuple[list[int], torch.Tensor]:
-    """The elements of a well-formed payload, in the order of their values, and the values.
+def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.Tensor]:
+    """The elements that travel, in the order of their values, and the values.
 
     Raises:
-        ValueError: prefix sums do not fit the words, or a bit lies beyond the segment's end.
+        WireFormatError: prefix sums do not fit the words, or a bit lies beyond the segment's end.
     """
+    numel, linear = header.numel, bool(header.flags & FLAG_PICI_LINEAR)
     tiles = -(-numel // TILE)
     elements, prefix = [], [0]
     for word in range(SIDE * tiles):
@@ -64,12 +65,12 @@ def decode(
     stored = []
     for begin in range(prefix_at, prefix_at + 4 * (tiles + 1), 4):
         stored.append(int.from_bytes(payload[begin : begin + 4], "little"))
-    if stored != prefix or prefix[-1] != nnz:
-        raise ValueError(f"prefix sums {stored} do not fit the words' {prefix} and nnz {nnz}")
+    if stored != prefix or prefix[-1] != header.nnz:
+        raise wrong_field(rank, "prefix", f"the words' {prefix}, to nnz {header.nnz}", stored)
     if any(element >= numel for element in elements):
-        raise ValueError(f"a bit lies beyond element {numel}")
+        raise wrong_field(rank, "words", f"no bit beyond element {numel}", "some")
     values_at = prefix_at + pad16(4 * (tiles + 1))
-    return elements, numbers_at(payload, values_at, nnz, dtype)
+    return elements, numbers_at(payload, values_at, header.nnz, DTYPES[header.dtype])
 
 
 def _element(word: int, bit: int, linear: bool) -> int:
