@@ -129,16 +129,6 @@ def test_kept_values_of_a_quantised_message_are_rounded_one_by_one(codec):
     assert torch.equal(made.residual_N, torch.where(wanted.isfinite(), values - wanted, 0))
 
 
-@codecs
-@pytest.mark.parametrize("value_dtype", [0, 1, 2], ids=RICE_NAMES.get)
-def test_a_raw_record_that_is_not_smaller_is_dense(codec, value_dtype):
-    grad = torch.randn(5000)
-    for density, wanted in ((1, FORMAT_DENSE), (0.5, FORMAT_RICE)):
-        threshold = threshold_for(grad, density)
-        made, _ = select(codec, grad, torch.zeros(5000), threshold, rice_spec(value_dtype))
-        assert read_headers(made.bytes, 0)[0].format == wanted
-
-
 # Groups, and several of them; outliers, denormals, equal and single entries, signed zeros.
 floats = st.lists(st.floats(width=32), min_size=1, max_size=300)
 scaled = st.builds(

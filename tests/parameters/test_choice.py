@@ -1,7 +1,5 @@
 """Raw or exact by price: the formula, the measurements, and the ranks' agreement on settings."""
 
-import math
-
 import pytest
 import torch
 
@@ -156,7 +154,6 @@ def test_measurements_are_positive():
     speed = complete(price.measure_coder(Echo(), torch.bfloat16))
     assert 0 < speed.encode_s < 1e-4
     assert 0 < speed.decode_s < 1e-4
-    assert math.isfinite(speed.encode_s)
 
 
 @pytest.mark.parametrize(
