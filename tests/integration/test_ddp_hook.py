@@ -107,7 +107,8 @@ def test_at_density_one_it_is_plain_ddp_bit_for_bit(rank):
             assert torch.equal(one, other), "ranks agree"
 
 
-def _auto(rank, world_size):
+@on_ranks(2)
+def test_presets_are_tried_and_every_rank_takes_the_same(rank):
     ddp, state = _ddp(Linear(), True, config="auto", value_bits="auto", warmup_iters=0)
     for step in range(30):
         ddp.zero_grad()
@@ -115,63 +116,43 @@ def _auto(rank, world_size):
     saved = state.state_dict()
     state.close()
     _, again = _ddp(Linear(), True, saved, config="auto", value_bits="auto", warmup_iters=0)
-    assert again.state_dict()["trials"] == saved["trials"] != {}
+    trials = again.state_dict()["trials"]
     again.close()
-    return saved["trials"]
-
-
-def test_presets_are_tried_and_every_rank_takes_the_same():
-    one, other = run_ranks(_auto, 2)
-    assert one == other
-    assert list(one["times_ms"])[:2] == ["safe", "quantised"]
+    assert trials == saved["trials"]
+    assert list(trials["times_ms"])[:2] == ["safe", "quantised"]
+    of_ranks = [None, None]
+    torch.distributed.all_gather_object(of_ranks, trials)
+    assert of_ranks == [trials, trials]
 
 
 # -- conservation, new buckets, the switch
 
 
-def _conserve(rank, world_size):
-    return [_balances(rank, world_size, static_graph) for static_graph in (False, True)]
-
-
-def _balances(rank, world_size, static_graph):
-    sink = Kept()
-    ddp, state = _ddp(Linear(), True, sink=sink, static_graph=static_graph, **PRUNED)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    total = [torch.zeros(shape) for shape in Linear.SHAPES]
-    balances = []
-    for step in range(5):
-        if step == 4:
-            state.enabled = False
-        if step == 3:
-            state.set_density(0.5)
-            assert state.config.compression.density == 0.5
-        optimizer.zero_grad()
-        ddp(_inputs(rank, step)).backward()
-        optimizer.step()
-        for any_rank in range(world_size):
-            for sum_, gradient in zip(total, _inputs(any_rank, step), strict=True):
-                sum_ += gradient / world_size
-        residuals = state.state_dict()["residuals"]
-        applied = [-weight.detach().clone() for weight in ddp.module.weights]
-        balances.append((applied, residuals, [sum_.clone() for sum_ in total]))
-    state.close()
-    return balances, {(record.step, record.bucket) for record in sink.buckets}
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_values_not_applied_are_in_the_residuals(world_size):
-    for by_rank in zip(*run_ranks(_conserve, world_size), strict=True):
-        first, seen = by_rank[0]
-        assert all(other == seen for _, other in by_rank)
-        steps = Counter(step for step, _ in seen)
-        assert steps[3] > steps[0], "DDP made new buckets, and the residuals moved"
-        for step, (applied, _, total) in enumerate(first):
-            for index, weight in enumerate(applied):
-                left = sum(
-                    balances[step][1].get(f"weights.{index}", torch.zeros(weight.numel()))
-                    for balances, _ in by_rank
-                )
-                assert torch.equal(weight.view(-1) + left, total[index].view(-1))
+@on_ranks("world_size")
+def test_values_not_applied_are_in_the_residuals(rank, world_size):
+    for static_graph in (False, True):
+        sink = Kept()
+        ddp, state = _ddp(Linear(), True, sink=sink, static_graph=static_graph, **PRUNED)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        total = [torch.zeros(shape) for shape in Linear.SHAPES]
+        for step in range(5):
+            if step == 4:
+                state.enabled = False
+            if step == 3:
+                state.set_density(0.5)
+                assert state.config.compression.density == 0.5
+            optimizer.zero_grad()
+            ddp(_inputs(rank, step)).backward()
+            optimizer.step()
+            for any_rank in range(world_size):
+                for sum_, gradient in zip(total, _inputs(any_rank, step), strict=True):
+                    sum_ += gradient / world_size
+            residuals = state.state_dict()["residuals"]
+            for index, weight in enumerate(ddp.module.weights):
+                left = residuals.get(f"weights.{index}", torch.zeros(weight.numel())).clone()
+                torch.distributed.all_reduce(left)
+                assert torch.equal(left - weight.view(-1), total[index].view(-1))
                 pruned = index < 3
                 assert bool(left.any()) == (pruned and step < 4), "off, the residual is sent"
                 if pruned and step == 0:
@@ -179,6 +160,13 @@ def test_values_not_applied_are_in_the_residuals(world_size):
                     # tie at the threshold, where all of them are dropped.
                     density = float(weight.count_nonzero()) / weight.numel()
                     assert 0 < density < 0.2
+        state.close()
+        seen = {(record.step, record.bucket) for record in sink.buckets}
+        steps = Counter(step for step, _ in seen)
+        assert steps[3] > steps[0], "DDP made new buckets, and the residuals moved"
+        of_ranks = [None] * world_size
+        torch.distributed.all_gather_object(of_ranks, seen)
+        assert of_ranks == [seen] * world_size
 
 
 # -- resume
