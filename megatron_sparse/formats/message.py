@@ -417,20 +417,18 @@ def decode_sum_(
     expected: Expected,
     ranks: Sequence[int],
     *,
-    fresh: bool = True,
     reports: Reports | None = None,
 ) -> None:
-    """Adds several ranks' records to `acc_M`, in their order, in one pass.
+    """Writes the sum of several ranks' records into `acc_M`, in their order, in one pass.
 
     The bits are those of one `decode_add_` after the other. `ops.decode_sum_` says what an error
     leaves in `acc_M`.
 
     Args:
-        acc_M: as of `decode_add_`.
+        acc_M: as of `decode_add_`; the content of the segments' part is ignored.
         records: of each rank.
         expected: the facts that all records must state; its rank is not read.
         ranks: the sender of each.
-        fresh: treat the segments' part of `acc_M` as zero; always on CUDA.
         reports: as of `decode_add_`.
 
     Raises:
@@ -438,9 +436,9 @@ def decode_sum_(
     """
     base = int(expected.segment_offsets[0])
     if is_compiled(acc_M.device):
-        ops.decode_sum_(acc_M, records, expected, base, ranks, fresh=fresh, reports=reports)
+        ops.decode_sum_(acc_M, records, expected, base, ranks, reports=reports)
         return
     for number, (message, rank) in enumerate(zip(records, ranks, strict=True)):
         sender = replace(expected, rank=rank)
         is_first = number == 0  # the others are added to it
-        decode_add_(acc_M, message, sender, fresh=fresh and is_first, reports=reports)
+        decode_add_(acc_M, message, sender, fresh=is_first, reports=reports)

@@ -5,6 +5,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -15,7 +16,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.message import decode_add_, decode_sum_
+from megatron_sparse.formats.message import decode_add_
 from tests import damage
 from tests.codec import CPU, STEP, Case, on_threads, rice_spec, segments_of, spec_of
 from tests.cuda_ext import cases
@@ -80,13 +81,13 @@ def check_sum(
     acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
 ) -> None:
     """On every instruction set and number of threads, the bits of one message after another."""
-    wanted_M = acc_M.clone()
+    wanted_M, base = acc_M.clone(), int(expected.segment_offsets[0])
     for rank, message in enumerate(messages):
         decode_add_(wanted_M, message, expected, fresh=fresh and rank == 0)
     for isa, threads in product(cases.ISAS, (1, 3)):
         got_M = cases.unaligned(acc_M)
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa), on_threads(threads):
-            decode_sum_(got_M, messages, expected, range(len(messages)), fresh=fresh)
+            ops.decode_sum_(got_M, messages, expected, base, range(len(messages)), fresh=fresh)
         what = f"{len(messages)} messages, {isa}, {threads} threads"
         cases.assert_same_bits(got_M, wanted_M, what)
         room = got_M._base
@@ -131,12 +132,13 @@ def test_bad_messages_are_left_out_and_reported(bad_ranks: tuple[int, ...], fres
             decode_add_(wanted_M, message, expected)
     first = bad_ranks[0] + 10
     got_M, reports = acc_M.clone(), Reports()
-    decode_sum_(got_M, messages, expected, range(10, 13), fresh=fresh, reports=reports)
+    add = partial(ops.decode_sum_, got_M, messages, expected, BASE, range(10, 13), fresh=fresh)
+    add(reports=reports)
     cases.assert_same_bits(got_M, wanted_M, "the others' sum")
     with pytest.raises(WireFormatError, match=f"rank {first}: field checksum"):
         reports.read()
     with pytest.raises(WireFormatError, match=f"rank {first}: field checksum"):
-        decode_sum_(got_M, messages, expected, range(10, 13), fresh=fresh)
+        add()
 
 
 def test_arguments_that_do_not_fit_are_refused(place) -> None:
