@@ -269,6 +269,7 @@ class DDPState(HostState):
                 remedy="wrap the model in DDP again, with or without a new DDPState",
             )
         if self._is_plain:
+            assert self._group is not None, "the constructor has found DDP's own"
             return allreduce_hook(self._group, grad_bucket)
         is_first_of_pass = not self._in_flight
         if is_first_of_pass:
