@@ -170,7 +170,7 @@ def option(
         flag: such as `--dtype`; that of the field's name where it is left out.
         among: the allowed values, or a function that returns them; the value None is allowed too.
         fits: another test of the value, or of each of its values.
-        typer_settings: more arguments of `typer.Option`; `min` and `max` are tested too.
+        typer_settings: more arguments of `typer.Option`; `min` is tested too.
     """
     if among is not None and not callable(among):
         help = help or " | ".join(map(str, among))
@@ -180,8 +180,6 @@ def option(
         tests.append(_among(among))
     if (low := typer_settings.get("min")) is not None:
         tests.append(at_least(low))
-    if (high := typer_settings.get("max")) is not None:
-        tests.append(lambda value: "" if value <= high else f"at most {high}")
     metadata = {_KEY: _Declared(flag, default, parse, tests, settings)}
     if parse is None or default is None:
         return field(default=default, metadata=metadata)

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from megatron_sparse.config.checks import in_range, one_of
-from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.errors import ProfileError
 from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
 from megatron_sparse.sparsity.balance import Loads, Sample
 from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of
@@ -47,8 +47,6 @@ def run(
         ConfigError: a value is wrong.
         DependencyError: figures are requested, but matplotlib is missing.
     """
-    if out is not None and out.exists() and not out.is_dir():
-        raise ConfigError(f"--output {out} cannot be made", expected="a folder", got="a file")
     dump = GradientDump(path)
     chosen = _kind(dump, kind, density)
     samples = list(samples_of(dump, chosen, density))

@@ -73,7 +73,7 @@ def test_every_task_runs_the_named_operation(
 
 def test_a_machine_without_a_gpu_is_one_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="there is no CUDA device"):
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
         CodecSweep(device="cuda")
     with pytest.raises(ConfigError, match="device is out of range"):
         CodecSweep(device="tpu")

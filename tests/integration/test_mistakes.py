@@ -219,7 +219,7 @@ MISTAKES = (
         "bench collectives --nccl-engine --capacity=1.25 --virtual",
         "virtual ranks have no NCCL",
     ),
-    Mistake("bench collectives --ranks=2 --ranks-per-node=2", "expected: --netbed or --virtual"),
+    Mistake("bench collectives --ranks=2 --ranks-per-node=2", "none without --netbed or --virtual"),
     Mistake("bench collectives --delay-ms=-1", "0 or more"),
     Mistake("bench collectives --delay-ms=2000 --timeout=1", "less than --timeout"),
     Mistake("bench gather --virtual --ranks=1", "2 or more"),

@@ -28,7 +28,6 @@ from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.errors import ConfigError, DependencyError
-from megatron_sparse.extras import require_figures
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
@@ -51,19 +50,15 @@ NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measu
 type Thresholds = tuple[float, float, float]
 
 
-def check_out(request: CalibrationOptions, *, adds: bool) -> ClusterModel | None:
-    """Refuses to replace a file; returns the cluster that results are added to, if there is one.
-
-    Args:
-        request: names the file.
-        adds: the results are added to the existing file.
+def check_out(request: CalibrationOptions) -> ClusterModel | None:
+    """Refuses to replace a file; returns the cluster that a sweep adds to, if there is one.
 
     Raises:
         ConfigError: the file exists, or it is not a cluster to which results can be added.
     """
     if not request.out.exists() or request.force:
         return None
-    if not adds:
+    if not request.sweep:
         raise ConfigError(
             f"{request.out} exists already",
             expected="a new file",
@@ -100,7 +95,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     if started:
         run_rank(request)
         return 0
-    check_out(request, adds=request.sweep)
+    check_out(request)
     return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
 
 
@@ -156,7 +151,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
-        found = check_out(self._cases, adds=self._cases.sweep) if self.rank == 0 else None
+        found = check_out(self._cases) if self.rank == 0 else None
         if found is not None:
             found.check_fingerprint(fingerprint(self._transport))
         rows = complete(gather_rows([float(found is not None)], self._transport))
@@ -269,29 +264,22 @@ def print_curves(
 
 
 def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[Path]:
-    """Writes the curves as CSV and, where matplotlib is installed, as PNG.
+    """Writes the curves as CSV and PNG into a folder, which is made if missing; returns the files.
 
-    A missing picture is a warning on standard error: the thresholds are the result.
+    Without matplotlib it warns and writes none: the printed table has the curves.
 
     Args:
         points: of all curves.
         what: in words, what was swept and where.
-        folder: made if missing.
-
-    Returns:
-        The files.
+        folder: beside the cluster file.
     """
     rows = [asdict(point) | {"series": point.format} for point in points]
     figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, MEASURED)
     try:
-        require_figures()
+        return figure.make(folder, fast=False)
     except DependencyError as error:
         print(f"warning: the curves are not drawn: {error}", file=sys.stderr)
-        folder.mkdir(parents=True, exist_ok=True)
-        table = folder / f"{figure.name}.csv"
-        figures.write_csv(rows, table)
-        return [table]
-    return figure.make(folder, fast=False)
+        return []
 
 
 def _draw(rows: list[Row], canvas: Canvas) -> None:

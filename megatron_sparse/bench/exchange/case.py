@@ -202,11 +202,12 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
     return cases
 
 
-def left_out(sweep: CollectiveSweep) -> str | None:
-    """A line about schemes that have no rows in few bits, though they were asked for; or None."""
+def say_left_out(sweep: CollectiveSweep) -> None:
+    """Prints which schemes have no rows in few bits, though they were asked for, if any."""
     few_bits = any(bits != WHOLE_BITS for bits in sweep.value_bits)
     names = [name for name in sweep.schemes if few_bits and entry_of(name).own_format is not None]
-    return f"# values in full only, no rows in few bits: {', '.join(names)}" if names else None
+    if names:
+        print(f"# values in full only, no rows in few bits: {', '.join(names)}", flush=True)
 
 
 def entry_of(scheme: str) -> Scheme:

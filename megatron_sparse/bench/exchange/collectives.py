@@ -30,7 +30,7 @@ from megatron_sparse.bench.exchange.case import (
     BucketCase,
     BucketPath,
     cases_of,
-    left_out,
+    say_left_out,
 )
 from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
@@ -91,7 +91,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
     def rows(self) -> Iterator[CellRow]:
         """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
         if self.rank == 0:
-            _say_left_out(self._cases)
+            say_left_out(self._cases)
         wire_rate = self._wire_rate()
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
@@ -103,7 +103,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
     @classmethod
     def virtual_rows(cls, cases: CollectiveSweep, topology: Topology) -> Iterator[CellRow]:
         """Checks each case, models its times if no element is wrong, and yields its row."""
-        _say_left_out(cases)
+        say_left_out(cases)
         n = topology.world_size
         to_run = cases_of(cases, n)
         check_memory(to_run, n)
@@ -229,12 +229,6 @@ class CollectiveBench(Bench[CollectiveSweep]):
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
             typed(lambda: _reduce_scatter(own_M, values_N))
-
-
-def _say_left_out(cases: CollectiveSweep) -> None:
-    """Prints which schemes have no rows in few bits, if there are any."""
-    if line := left_out(cases):
-        print(line, flush=True)
 
 
 def _model(

@@ -26,7 +26,7 @@ from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import launchers, local_ranks
-from megatron_sparse.run.rows import CellRow, show_progress, write_rows
+from megatron_sparse.run.rows import CellRow, show_progress
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
 from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
 from megatron_sparse.transport.peer_links import check_gloo_interfaces
@@ -284,7 +284,6 @@ def run[Cases: Rounds](
         return _code(run_virtual(bench, cases, place.topology(ranks), json_path))
     if started:
         return _code(run_rank(bench, cases, json_path))
-    write_rows(json_path, [])  # fails before any rank starts if the file cannot be written
     flags = [] if json_path is None else [f"--json={json_path}"]
     command = [*cases.NAME.split(), *cases.arguments(), *flags]
     return start_ranks(command, place, ranks, cases.mbit)

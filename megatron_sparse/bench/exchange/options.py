@@ -18,6 +18,7 @@ from megatron_sparse.bench.options import (
     above_zero,
     at_least,
     density_option,
+    fraction,
     names_option,
     option,
     parse_counts,
@@ -74,6 +75,8 @@ class Place(Options):
 class NodePlace(Place):
     """Ranks on nodes; virtual links inside of nodes have another rate than those between them."""
 
+    NAME = "bench"
+
     virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
     inter_gbit: float = option(25.0, "Virtual links between nodes.", min=1e-6)
     ranks_per_node: int | None = option(
@@ -82,15 +85,11 @@ class NodePlace(Place):
         min=1,
     )
 
-    def __post_init__(self) -> None:
-        """Refuses `--ranks-per-node` where the bench does not place the ranks itself."""
-        if self.ranks_per_node is not None and not (self.netbed or self.virtual):
-            raise ConfigError(
-                "--ranks-per-node needs hosts that the bench makes",
-                expected="--netbed or --virtual",
-                got="ranks on the loopback or of an existing launch, which are where they are",
-                remedy="leave out --ranks-per-node; a launcher places ranks by its own options",
-            )
+    def checks(self) -> list[Check]:
+        """See `Options`."""
+        each, has_nodes = self.ranks_per_node, self.netbed or self.virtual
+        places = "none without --netbed or --virtual: elsewhere a launcher places ranks"
+        return [("ranks-per-node", each, each is None or has_nodes, places)]
 
     def topology(self, ranks: int) -> Topology:
         """The virtual cluster: nodes of `ranks_per_node`, by default one node for all ranks."""
@@ -216,7 +215,7 @@ class BucketSweep(Sizes):
     schemes: Sequence[str] = names_option(
         "direct", "Of docs/collectives.md.", "--scheme", among=scheme_names
     )
-    density: float = option(0.01, "Fraction selected.", min=1e-6, max=1)
+    density: float = option(0.01, "Fraction selected.", fits=fraction)
     capacity: float = option(1.25, "scheme.capacity", min=1)
     codecs: Sequence[str] = names_option(
         ",".join(BUCKET_CODECS),
