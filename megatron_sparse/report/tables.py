@@ -6,6 +6,7 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,6 @@ from megatron_sparse.telemetry.quantities import (
     PHASE_COLUMNS,
     QUANTITIES,
     at_target,
-    delay_cells,
     ms,
     of_all,
     percent,
@@ -27,7 +27,7 @@ from megatron_sparse.telemetry.quantities import (
     rate,
     size,
 )
-from megatron_sparse.telemetry.readiness import statistics_of
+from megatron_sparse.telemetry.readiness import summary_of
 
 MOST_BUCKETS = 48
 UNKNOWN = "-"
@@ -302,11 +302,15 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
     """A row for each run that measured delays; for one run alone, also one for each bucket."""
-    measured = {label_of(run, runs): list(run.readiness.values()) for run in runs}
+    measured = {label_of(run, runs): list(chain(*run.readiness.values())) for run in runs}
     if len(runs) == 1:
-        measured |= {name: [records] for name, records in runs[0].readiness.items()}
-    found = [(name, statistics_of(records)) for name, records in measured.items()]
-    rows = [[name, *delay_cells(one)] for name, one in found if one is not None]
+        measured |= runs[0].readiness
+    rows = []
+    for name, records in measured.items():
+        if found := summary_of(records):
+            times = [ms(found[f"{figure}_ms"]) for figure in ("median", "mean", "max")]
+            shares = [percent(found[figure]) for figure in ("share", "persistence")]
+            rows.append([name, str(found["count"]), *times, str(found["rank"]), *shares])
     return Table(
         "Delay of the last rank",
         ["", "count", "median ms", "mean ms", "max ms", "most often rank", "share", "again"],

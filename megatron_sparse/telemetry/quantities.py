@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sparse.recording import STEP_STAGES, WAITS
-from megatron_sparse.straggler.detector import DelayStatistics
 
 ITERATION, REST = "iteration", "other"
 """The part of an iteration that no stage of the training thread accounts for."""
@@ -262,17 +261,3 @@ def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
         gathered = {"dense_bytes": raw_bytes, "wire_bytes": sent_bytes}
         rows.append(row("params", gathered | {"wire_ratio": sent_bytes / raw_bytes}))
     return rows
-
-
-def delay_cells(found: DelayStatistics) -> list[str]:
-    """The last rank's delays: count, median, mean and longest ms, rank, share, persistence."""
-    persistence = found.persistence
-    return [
-        str(found.count),
-        ms(found.median_s * 1e3),
-        ms(found.mean_s * 1e3),
-        ms(found.max_s * 1e3),
-        str(found.rank),
-        f"{found.share:.0%}",
-        "-" if persistence is None else f"{persistence:.0%}",
-    ]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
-from megatron_sparse.straggler.detector import DelayStatistics, delay_s, last_rank
+from megatron_sparse.straggler.detector import delay_s, last_rank
 from megatron_sparse.telemetry.lines import other_version, read_lines
 
 READINESS_FILE = "readiness.jsonl"
@@ -41,26 +43,12 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
         ConfigError: nothing was measured, or the file is not what a run writes.
     """
     found: dict[str, list[ReadinessRecord]] = defaultdict(list)
-    for record in _records(run_dir):
+    for record in read_readiness(run_dir):
         found[record.bucket].append(record)
     return dict(found)
 
 
-def summary_of_run(run_dir: Path) -> dict[str, Any] | None:
-    """`summary_of` all delays of a run; of a line it keeps only the delay and the last rank.
-
-    Raises:
-        ConfigError: as of `load_readiness`.
-    """
-    delays: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    last_ranks: dict[str, array[int]] = defaultdict(lambda: array("i"))
-    for record in _records(run_dir):
-        delays[record.bucket].append(delay_s(record.ready_s))
-        last_ranks[record.bucket].append(last_rank(record.ready_s))
-    return summary_of(DelayStatistics.of_delays(delays.values(), [*last_ranks.values()]))
-
-
-def _records(run_dir: Path) -> Iterator[ReadinessRecord]:
+def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
     """The records of a run, line by line; raises the errors of `load_readiness`."""
     path = Path(run_dir) / READINESS_FILE
     try:
@@ -78,23 +66,37 @@ def _records(run_dir: Path) -> Iterator[ReadinessRecord]:
         raise other_version(path, error, "read it with the version that trained") from None
 
 
-def statistics_of(buckets: Sequence[Sequence[ReadinessRecord]]) -> DelayStatistics | None:
-    """Statistics over the records of all given buckets; None without records."""
-    return DelayStatistics.of([[record.ready_s for record in records] for records in buckets])
+def summary_of(records: Iterable[ReadinessRecord]) -> dict[str, Any] | None:
+    """Statistics of the last rank's delays, as fields of `summary.json`; None without records.
 
+    Args:
+        records: those of one bucket in the order of steps; of each it keeps only the delay and the
+            last rank.
 
-def summary_of(statistics: DelayStatistics | None) -> dict[str, Any] | None:
-    """The statistics as fields of `summary.json`, in milliseconds."""
-    if statistics is None:
+    Returns:
+        `count` of the records; `median_ms`, `mean_ms` and `max_ms` of the delays; `persistence`,
+        see `straggler.detector` (None for fewer than two steps); `rank`, the one that was last most
+        often, and `share`, how often it was.
+    """
+    delays_ms, last_ranks = array("d"), defaultdict[str, array[int]](lambda: array("i"))
+    for record in records:
+        delays_ms.append(delay_s(record.ready_s) * 1e3)
+        last_ranks[record.bucket].append(last_rank(record.ready_s))
+    if not delays_ms:
         return None
+    repeats = []  # for two steps of a bucket that follow one another: the same rank was last
+    for ranks in last_ranks.values():
+        repeats += [rank == following for rank, following in pairwise(ranks)]
+    counts = Counter(chain(*last_ranks.values()))
+    rank = max(counts, key=lambda rank: (counts[rank], -rank))  # of equals, the lowest
     return {
-        "count": statistics.count,
-        "median_ms": statistics.median_s * 1e3,
-        "mean_ms": statistics.mean_s * 1e3,
-        "max_ms": statistics.max_s * 1e3,
-        "persistence": statistics.persistence,
-        "rank": statistics.rank,
-        "share": statistics.share,
+        "count": len(delays_ms),
+        "median_ms": median(delays_ms),
+        "mean_ms": fmean(delays_ms),
+        "max_ms": max(delays_ms),
+        "persistence": fmean(repeats) if repeats else None,
+        "rank": rank,
+        "share": counts[rank] / len(delays_ms),
     }
 
 

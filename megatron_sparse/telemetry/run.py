@@ -35,9 +35,10 @@ from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
+    read_readiness,
     readiness_line,
     step_scalars,
-    summary_of_run,
+    summary_of,
 )
 from megatron_sparse.telemetry.run_lock import locked
 from megatron_sparse.telemetry.sinks import ScalarSink
@@ -357,7 +358,7 @@ class RunTelemetry:
         """Statistics of all delays in the run's folder; None if none were measured."""
         if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
             return None
-        return summary_of_run(self._run_dir)
+        return summary_of(read_readiness(self._run_dir))
 
 
 def machine() -> dict[str, Any]:

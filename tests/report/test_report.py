@@ -295,8 +295,8 @@ def test_numbers_of_stragglers_and_sparsity(run):
     data = load_run(run, 0)
     # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
     delays = cells(tables.straggler_table([data]))
-    assert delays["one"] == ["30", "2.00", "2.00", "2.00", "1", "100%", "100%"]
-    assert delays["group1.0"] == ["10", "2.00", "2.00", "2.00", "1", "100%", "100%"]
+    assert delays["one"] == ["30", "2.00", "2.00", "2.00", "1", "100.00%", "100.00%"]
+    assert delays["group1.0"] == ["10", "2.00", "2.00", "2.00", "1", "100.00%", "100.00%"]
     assert len(cells(tables.straggler_table([data, data]))) == 1
     row = cells(tables.sparsity_table(data, [data]))["group0.0"]
     assert row[1] == "1.000%"

@@ -8,7 +8,12 @@ import pytest
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
-from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness, summary_of_run
+from megatron_sparse.telemetry.readiness import (
+    READINESS_FILE,
+    load_readiness,
+    read_readiness,
+    summary_of,
+)
 from megatron_sparse.telemetry.run import RunTelemetry
 
 QUIET = TrackingConfig(console="off", tensorboard=False, wandb="disabled")
@@ -68,6 +73,34 @@ def test_a_run_that_measures_nothing_has_no_file(tmp_path):
         load_readiness(tmp_path)
 
 
+def _summary(**steps_of):
+    """Of buckets, by name: in each step a rank of three is last, so many milliseconds late."""
+    records = []
+    for bucket, steps in steps_of.items():
+        for step, (late_rank, late_ms) in enumerate(steps):
+            waited_s = [0.0 if rank == late_rank else late_ms / 1e3 for rank in range(3)]
+            records.append(ReadinessRecord(bucket, step, tuple(waited_s)))
+    return summary_of(records)
+
+
+def test_statistics_by_hand():
+    assert _summary(a=[(2, 2), (2, 1), (0, 4)], b=[(2, 3)]) == {
+        "count": 4,
+        "median_ms": pytest.approx(2.5),
+        "mean_ms": pytest.approx(2.5),
+        "max_ms": pytest.approx(4),
+        "persistence": 0.5,
+        "rank": 2,
+        "share": 0.75,
+    }
+    assert _summary(b=[(2, 3)])["persistence"] is None
+    assert _summary() is None
+
+
+def test_steps_of_different_buckets_do_not_follow_one_another():
+    assert _summary(a=[(0, 1)] * 3, b=[(1, 1)] * 3)["persistence"] == 1
+
+
 def test_the_summary_of_a_long_run_takes_little_memory(tmp_path):
     waited_ms = [float(rank) for rank in range(64)]
     lines = [
@@ -77,7 +110,7 @@ def test_the_summary_of_a_long_run_takes_little_memory(tmp_path):
     (tmp_path / READINESS_FILE).write_text("\n".join(lines) + "\n")
     tracemalloc.start()
     try:
-        found = summary_of_run(tmp_path)
+        found = summary_of(read_readiness(tmp_path))
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
