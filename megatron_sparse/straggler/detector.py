@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
-from statistics import fmean, median
+from collections.abc import Sequence
 
 Readiness = Sequence[float]
 """Seconds, one for each rank, of one bucket in one step."""
@@ -45,60 +42,6 @@ def delay_s(ready_s: Readiness) -> float:
         return 0.0
     *_, second, last = sorted(ready_s)
     return last - second
-
-
-@dataclass(frozen=True)
-class DelayStatistics:
-    """Statistics of the stragglers of one bucket, or of all.
-
-    Attributes:
-        count: observations: one for each bucket and step.
-        median_s: of the straggler's delay.
-        mean_s: of it.
-        max_s: of it.
-        persistence: see the module's docstring; None for fewer than two steps.
-        rank: the one that was last most often.
-        share: of the observations in which it was last.
-    """
-
-    count: int
-    median_s: float
-    mean_s: float
-    max_s: float
-    persistence: float | None
-    rank: int
-    share: float
-
-    @classmethod
-    def of(cls, buckets: Sequence[Sequence[Readiness]]) -> DelayStatistics | None:
-        """Statistics of the given buckets' steps, each in order; None without observations."""
-        return cls.of_delays(
-            [[delay_s(ready_s) for ready_s in steps] for steps in buckets],
-            [[last_rank(ready_s) for ready_s in steps] for steps in buckets],
-        )
-
-    @classmethod
-    def of_delays(
-        cls, delays: Iterable[Iterable[float]], last_ranks: Sequence[Sequence[int]]
-    ) -> DelayStatistics | None:
-        """`of`, from the delay in seconds and the last rank of each step, by bucket."""
-        every_s = [*chain(*delays)]
-        if not every_s:
-            return None
-        repeats = []  # for two steps of a bucket that follow one another: the same rank was last
-        for ranks in last_ranks:
-            repeats += [rank == following for rank, following in pairwise(ranks)]
-        counts = Counter(chain(*last_ranks))
-        rank = max(counts, key=lambda rank: (counts[rank], -rank))  # of equals, the lowest
-        return cls(
-            count=len(every_s),
-            median_s=median(every_s),
-            mean_s=fmean(every_s),
-            max_s=max(every_s),
-            persistence=fmean(repeats) if repeats else None,
-            rank=rank,
-            share=counts[rank] / len(every_s),
-        )
 
 
 def share_bound(hits: int, count: int) -> float:
