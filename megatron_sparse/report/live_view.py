@@ -122,7 +122,7 @@ def _tail(path: Path) -> list[IterationBreakdown]:
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [IterationBreakdown.of_line(line) for line in filter(None, map(parse, lines))]
+    return [IterationBreakdown(**line) for line in filter(None, map(parse, lines))]
 
 
 def follow(folder: Path, columns: int | None) -> None:

@@ -26,7 +26,7 @@ from megatron_sparse.report.charts import (
     thinned_note,
 )
 from megatron_sparse.report.run_data import BucketMedians, RunData
-from megatron_sparse.simulate.figures import Axes
+from megatron_sparse.simulate.figures import Axes, log_axis
 from megatron_sparse.straggler.detector import delay_s
 from megatron_sparse.telemetry.quantities import REST
 
@@ -91,14 +91,9 @@ def _loss(runs: Sequence[RunData]) -> Chart:
 
 def _wire_ratio(runs: Sequence[RunData]) -> Chart:
     def draw(axes: Axes) -> None:
-        from matplotlib.ticker import LogLocator, NullLocator
-
         _lines(axes, runs, [run.iterations.wire_ratio * 100 for run in runs])
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-        axes.set_ylabel("of a dense ring")
+        log_axis(axes, "y")
+        axes.set_ylabel("% of a dense ring")
 
     note = (
         "Bytes that the writing rank sent, headers included, over the bytes that each rank of a "

@@ -159,7 +159,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
     path, damaged = folder / BREAKDOWN_FILE, []  # receives numbers of damaged lines
     history = RunHistory()
     try:
-        lines = [IterationBreakdown.of_line(line) for line in read_lines(path, damaged)]
+        lines = [IterationBreakdown(**line) for line in read_lines(path, damaged)]
         for line in lines:
             history.append(line)
     except OSError as error:

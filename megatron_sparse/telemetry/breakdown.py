@@ -101,15 +101,6 @@ class IterationBreakdown:
     inside_bytes: int
     inside_ms: float
 
-    @classmethod
-    def of_line(cls, line: Mapping[str, Any]) -> IterationBreakdown:
-        """The inverse of `line`, given its parsed JSON.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-        """
-        return cls(**line)
-
     @property
     def exposed_ms(self) -> float:
         """Milliseconds for which the training thread waited, for gradients and parameters."""
@@ -183,7 +174,7 @@ class IterationBreakdown:
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
-        """The line of `breakdown.jsonl`; `of_line(json.loads(line))` is its inverse.
+        """The line of `breakdown.jsonl`: `IterationBreakdown(**json.loads(line))` reads it.
 
         Raises:
             ValueError: a time is not finite, which JSON cannot express.

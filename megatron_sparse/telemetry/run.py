@@ -139,7 +139,7 @@ class RunTelemetry:
             for file in files:
                 file.repair()
             for line in read_lines(run_dir / BREAKDOWN_FILE):
-                self._history.append(IterationBreakdown.of_line(line))
+                self._history.append(IterationBreakdown(**line))
         except OSError as error:
             raise ConfigError(
                 "the run's folder cannot be used",

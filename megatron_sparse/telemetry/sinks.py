@@ -80,13 +80,6 @@ class WandbSink:
         """Does nothing: Megatron finishes its run."""
 
 
-def _import_wandb() -> Any:
-    require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
-    import wandb
-
-    return wandb
-
-
 @contextmanager
 def hidden_from_wandb() -> Iterator[None]:
     """Takes the variables of Slurm that may hold secrets out of the environment for a while.
@@ -137,7 +130,9 @@ def _has_credentials() -> bool:
 
     `wandb.login(prompt=False)` would tell too, but prints, and asks the server.
     """
-    wandb = _import_wandb()
+    require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
+    import wandb
+
     with hidden_from_wandb():
         settings = wandb.setup().settings
     if os.environ.get("WANDB_API_KEY") or settings.api_key or settings.identity_token_file:

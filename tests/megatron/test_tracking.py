@@ -72,7 +72,7 @@ def test_wandb_has_the_values_of_the_files(run):
     assert all(row["_step"] == iteration for iteration, row in rows.items())
     for line in lines(run, "breakdown"):
         # Both received the same double.
-        scalars = IterationBreakdown.of_line(line).scalars()
+        scalars = IterationBreakdown(**line).scalars()
         expected = {name: value for name, value in scalars.items() if name not in OF_MEGATRON}
         row = rows[line["iteration"]]
         assert {name: row[name] for name in expected} == expected

@@ -114,7 +114,7 @@ def test_gathers_of_parameters_are_counted_beside_gradients():
     assert scalars["params/wire_ratio"] == 0.5
     assert scalars["params/exposed_ms"] == 20.0
     assert scalars["comm/total_wire_ratio"] == 1000 / 3000
-    assert IterationBreakdown.of_line(json.loads(b.line())) == b
+    assert IterationBreakdown(**json.loads(b.line())) == b
 
 
 def test_scalars_have_units_and_names():
@@ -141,7 +141,7 @@ def test_scalars_have_units_and_names():
 def test_nan_and_infinity_become_null(value):
     b = of(record(), loss=value, grad_norm=value, extra={"x": value})
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
-    assert IterationBreakdown.of_line(json.loads(b.line())) == b
+    assert IterationBreakdown(**json.loads(b.line())) == b
     assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
 
 
@@ -158,7 +158,7 @@ def test_lines_read_back():
     )
     b = of(r, waits={"optimizer": 0.1}, loss=0.1)
     assert "\n" not in b.line()
-    assert IterationBreakdown.of_line(json.loads(b.line())) == b
+    assert IterationBreakdown(**json.loads(b.line())) == b
     line = bucket_line(r, 9, origin_s=5.0)
     assert "\n" not in line
     assert json.loads(line) == {
