@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import partial
 from inspect import Signature
 from itertools import product
@@ -261,11 +261,10 @@ class Options:
 
     def arguments(self) -> list[str]:
         """Writes the options as arguments of a command line; leaves out those at their default."""
-        written = []
+        written, usual = [], type(self)()
         for option_field, flag, _ in _options(type(self)):
-            value, make_default = getattr(self, option_field.name), option_field.default_factory
-            default = option_field.default if make_default is MISSING else make_default()
-            if value == default:
+            value = getattr(self, option_field.name)
+            if value == getattr(usual, option_field.name):
                 continue
             on, _, off = flag.partition("/")  # such as --peers/--no-peers
             if isinstance(value, bool):

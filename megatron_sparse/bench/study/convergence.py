@@ -26,7 +26,7 @@ from megatron_sparse.bench.study.options import (
     schedule,
 )
 from megatron_sparse.megatron import corpus
-from megatron_sparse.run.rows import CellRow, cell
+from megatron_sparse.run.rows import CellRow, cell, print_table
 from megatron_sparse.simulate import figures
 
 SETTINGS = by_name(CONVERGENCE)
@@ -129,7 +129,9 @@ def run(
         kind = CORPORA[model]
         corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
     outcomes = frame.carry_out(runs)
-    return frame.report(rows_of(outcomes), json_path, lambda rows: pictures(outcomes, rows), folder)
+    rows = print_table(rows_of(outcomes), json_path)
+    frame.draw(pictures(outcomes, rows), folder)
+    return rows
 
 
 def rows_of(outcomes: Sequence[RunResult]) -> list[ConvergenceRow]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +26,6 @@ from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, describe_cp
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
-from megatron_sparse.run.rows import CellRow, print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.lines import write_whole
@@ -287,24 +286,15 @@ def carry_out(runs: Sequence[Run]) -> list[RunResult]:
     return outcomes
 
 
-def report[Row: CellRow](
-    rows: Sequence[Row],
-    json_path: Path | None,
-    pictures: Callable[[Sequence[Row]], Sequence[Picture]],
-    folder: Path | None,
-) -> list[Row]:
-    """Prints the table and, where there is a folder, draws the pictures, each beside its CSV.
+def draw(pictures: Sequence[Picture], folder: Path | None) -> None:
+    """Draws the pictures, each beside its CSV, and prints the files' names; None draws none.
 
     Raises:
-        ConfigError: the JSON lines cannot be written.
         DependencyError: matplotlib is missing.
     """
-    done = print_table(rows, json_path)
     if folder is not None:
-        for picture in pictures(done):
-            for path in figures.write_picture(folder, *picture):
-                print(path)
-    return done
+        for picture in pictures:
+            print(*figures.write_picture(folder, *picture), sep="\n")
 
 
 def picked(source: object, *names: str) -> figures.Row:

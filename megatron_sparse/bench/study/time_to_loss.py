@@ -29,7 +29,7 @@ from megatron_sparse.bench.study.options import (
     schedule,
 )
 from megatron_sparse.megatron import corpus
-from megatron_sparse.run.rows import CellRow, cell
+from megatron_sparse.run.rows import CellRow, cell, print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport.netbed import BedLinks
@@ -194,10 +194,10 @@ def run(
     size = f"{len(runs)} runs, {options.ranks} ranks, gloo, {options.iters} iterations of Megatron"
     frame.begin(runs, size)
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
-    outcomes = frame.carry_out(runs)
-    complete = placed(outcomes)
-    rows = rows_of(complete)
-    return frame.report(rows, json_path, lambda rows: pictures(complete, rows), folder)
+    complete = placed(frame.carry_out(runs))
+    rows = print_table(rows_of(complete), json_path)
+    frame.draw(pictures(complete, rows), folder)
+    return rows
 
 
 def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
