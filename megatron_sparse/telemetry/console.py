@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -65,18 +65,15 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
         ) from None
 
 
-def print_summary(
-    summary: dict[str, Any], file: IO[str] | None = None, *, width: int | None = None
-) -> None:
-    """Prints the summary of a run as tables.
+def print_summary(summary: dict[str, Any]) -> None:
+    """Prints the summary of a run as tables, as wide as the terminal, or 80 columns without one.
+
+    Without a terminal the text is plain: no colour, no control characters.
 
     Args:
         summary: what `RunTelemetry.close` returned or `load_summary` read.
-        file: output file; None takes standard output. Without a terminal the text is plain: no
-            colour, no control characters.
-        width: columns; None takes the terminal's, or 80 without one. No line is longer.
     """
-    console = Console(file=file, width=width, highlight=False)
+    console = Console(highlight=False)
     skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
     name = "run" if summary["name"] is None else f"run {summary['name']}"
     ranks = "1 rank" if summary["world_size"] == 1 else f"{summary['world_size']} ranks"

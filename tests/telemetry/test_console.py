@@ -1,5 +1,6 @@
 """The final table, at common terminal widths; and its advice on presets."""
 
+import contextlib
 import copy
 import io
 from pathlib import Path
@@ -7,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse.recording import STAGES
-from megatron_sparse.telemetry import print_summary
-from megatron_sparse.telemetry.console import advice
+from megatron_sparse.telemetry.console import advice, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.quantities import exposed_share
 
@@ -94,7 +94,9 @@ memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
 
 def printed(summary, width):
     file = io.StringIO()
-    print_summary(summary, file, width=width)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(file):
+        patch.setenv("COLUMNS", str(width))
+        print_summary(summary)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -132,11 +134,11 @@ def test_the_guide_shows_the_table_as_it_is():
     assert EXPECTED.replace(" [1]", "") in guide.read_text(encoding="utf-8")
 
 
-def test_plain_text_without_a_terminal():
-    file = io.StringIO()
-    print_summary(SUMMARY, file)
-    assert file.getvalue().isascii()
-    assert "\x1b" not in file.getvalue()
+def test_plain_text_without_a_terminal(capsys):
+    print_summary(SUMMARY)
+    printed = capsys.readouterr().out
+    assert printed.isascii()
+    assert "\x1b" not in printed
 
 
 @pytest.mark.parametrize("width", [30, 40, 60])
