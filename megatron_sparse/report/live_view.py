@@ -33,7 +33,6 @@ from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 INTERVAL_S = 1.0
 TAIL_BYTES = 1 << 18
 """Read to follow a run: the lines of 100 iterations, of which a view shows means over the last."""
-MIN_COLUMNS = 40
 _STYLES = {
     "forward_backward": "green",
     "optimizer": "cyan",
@@ -43,12 +42,10 @@ _STYLES = {
 }
 
 
-def render(progress: RunProgress, columns: int) -> RenderableType:
+def render(progress: RunProgress) -> RenderableType:
     """Lays out the view: the run's progress, its stages with their shares, and its traffic.
 
-    Args:
-        progress: progress with at least one iteration.
-        columns: width of the terminal; below `MIN_COLUMNS` there are no bars.
+    `progress` has one iteration at least.
     """
     last = progress.latest
     head = Table.grid(padding=(0, 1), expand=True)
@@ -62,17 +59,12 @@ def render(progress: RunProgress, columns: int) -> RenderableType:
     stages.add_column(no_wrap=True, width=max(map(len, STEP_STAGES)))
     stages.add_column(justify="right", no_wrap=True, width=10)
     stages.add_column(justify="right", no_wrap=True, width=4)
-    if columns >= MIN_COLUMNS:
-        stages.add_column(ratio=1)
+    stages.add_column(ratio=1)
     for stage, time_ms in progress.stages().items():
         share = time_ms / iteration_ms if iteration_ms else 0.0
-        row: list[RenderableType] = [stage, f"{ms(time_ms)} ms", f"{share:.0%}"]
-        if columns >= MIN_COLUMNS:
-            style = _STYLES[stage]
-            row.append(
-                ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
-            )
-        stages.add_row(*row)
+        style = _STYLES[stage]
+        bar = ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
+        stages.add_row(stage, f"{ms(time_ms)} ms", f"{share:.0%}", bar)
     inside = "  ".join(f"{stage} {ms(t)}" for stage, t in progress.bucket_stages().items() if t)
     return Group(
         Rule(style="dim"),
@@ -111,7 +103,7 @@ def run(folder: Path, columns: int | None) -> None:
     lines, _ = load_breakdown(folder, [])
     progress = progress_after(folder, lines)
     console = Console(width=columns, highlight=False)
-    console.print(render(progress, console.width))
+    console.print(render(progress))
 
 
 def _tail(path: Path) -> list[IterationBreakdown]:
@@ -156,7 +148,7 @@ def follow(folder: Path, columns: int | None) -> None:
                 lines = _tail(folder / BREAKDOWN_FILE)
                 if lines and lines[-1].iteration != drawn:
                     drawn, progress = lines[-1].iteration, progress_after(folder, lines)
-                    view = render(progress, console.width)
+                    view = render(progress)
                     if live is None:
                         console.print(view)
                     else:

@@ -36,7 +36,6 @@ from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EV
 CONFIG_FILE = "config.yaml"
 WINDOW = 200
 """Iterations at the end of a run that buckets' medians are taken over."""
-LINES_NAMED = 5
 MADE_BY = "make the report with the version that trained"
 
 
@@ -184,9 +183,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
 
 
 def _damaged_sentence(path: Path, damaged: list[int]) -> str:
-    named = ", ".join(map(str, damaged[:LINES_NAMED]))
-    more = f" and {len(damaged) - LINES_NAMED} more" if len(damaged) > LINES_NAMED else ""
-    return f"{path.name}: damaged lines left out: {named}{more}"
+    return f"{path.name}: damaged lines are left out: {len(damaged)}, the first is {damaged[0]}"
 
 
 def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:

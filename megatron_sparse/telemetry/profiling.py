@@ -51,8 +51,8 @@ class Timeline:
         self._rank = rank
         # Torch's trace numbers GPUs from 0 on, and processes, which Linux numbers below 2**22.
         self._pid = 2**23 + rank
-        self._rows: dict[str, int] = {}
-        self._events: list[dict[str, Any]] = []
+        # Row, name, begin and end in seconds of `time.perf_counter`, and what the span shows.
+        self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
 
     def add(
         self,
@@ -60,35 +60,15 @@ class Timeline:
         records: Iterable[BucketRecord],
         gathers: Iterable[GatherRecord],
     ) -> None:
-        """Adds an iteration.
-
-        Args:
-            iteration: its number.
-            records: records of the buckets.
-            gathers: records of the gathers of parameters.
-        """
-        for record in records:
-            self._row_of(record.bucket, iteration, record, OF_BUCKET)
-        for gather in gathers:
-            self._row_of(f"{gather.bucket} parameters", iteration, gather, OF_GATHER)
-
-    def _row_of(
-        self,
-        name: str,
-        iteration: int,
-        record: BucketRecord | GatherRecord,
-        shown: Sequence[str],
-    ) -> None:
-        """Adds the record's span and those of its stages to the row of this name.
-
-        The first call for a name makes its row. `shown` names the record's attributes in its span.
-        """
-        row = self._rows.setdefault(name, len(self._rows) + 1)
-        of_stage = {"iteration": iteration}
-        of_record = of_stage | {attribute: getattr(record, attribute) for attribute in shown}
-        self._span(row, name, record.launched_s, record.finished_s, of_record)
-        for stage, begin_s, end_s in record.timer.spans:
-            self._span(row, stage, begin_s, end_s, of_stage)
+        """Adds the spans of an iteration: of each record, and of its stages in the same row."""
+        rows: list[tuple[str, BucketRecord | GatherRecord, Sequence[str]]]
+        rows = [(record.bucket, record, OF_BUCKET) for record in records]
+        rows += [(f"{gather.bucket} parameters", gather, OF_GATHER) for gather in gathers]
+        for row, record, shown in rows:
+            of_stage = {"iteration": iteration}
+            of_record = of_stage | {attribute: getattr(record, attribute) for attribute in shown}
+            self._spans.append((row, row, record.launched_s, record.finished_s, of_record))
+            self._spans += [(row, *span, of_stage) for span in record.timer.spans]
 
     def events(self, origin_us: float) -> list[dict[str, Any]]:
         """All events, in the Trace Event Format: the names of the rows, then the spans.
@@ -98,27 +78,24 @@ class Timeline:
         """
         common = {"ph": "M", "pid": self._pid}  # M: an event that names something
         process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
+        names = dict.fromkeys(row for row, *_ in self._spans)
+        number_of = {row: number for number, row in enumerate(names, 1)}
         rows = [common | process] + [
-            common | {"name": "thread_name", "tid": row, "args": {"name": name}}
-            for name, row in self._rows.items()
+            common | {"name": "thread_name", "tid": number, "args": {"name": row}}
+            for row, number in number_of.items()
         ]
-        return rows + [event | {"ts": event["ts"] - origin_us} for event in self._events]
-
-    def _span(
-        self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
-    ) -> None:
-        """Adds a span to a row; its event has microseconds of `time.perf_counter`."""
-        self._events.append(
+        return rows + [
             {
                 "ph": "X",  # an event with a duration
                 "name": name,
                 "pid": self._pid,
-                "tid": row,
-                "ts": begin_s * 1e6,
+                "tid": number_of[row],
+                "ts": begin_s * 1e6 - origin_us,
                 "dur": (end_s - begin_s) * 1e6,
                 "args": arguments,
             }
-        )
+            for row, name, begin_s, end_s, arguments in self._spans
+        ]
 
 
 class IterationProfile:

@@ -42,7 +42,7 @@ def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
         color_system="truecolor",
         highlight=False,
     )
-    console.print(live_view.render(progress, COLUMNS))
+    console.print(live_view.render(progress))
     title = f"{progress.name}, iteration {progress.latest.iteration}"
     # Without rich's name, and its font, which a browser would load from a server.
     drawn = console.export_svg(title=title, unique_id="view")

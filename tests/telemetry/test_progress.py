@@ -41,7 +41,7 @@ def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> Iteratio
 
 def drawn(progress: RunProgress, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(render(progress, width))
+    console.print(render(progress))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
