@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -68,22 +69,13 @@ def check_out(request: CalibrationOptions) -> ClusterModel | None:
     return ClusterModel.load(request.out)
 
 
-def sweep_case(request: CalibrationOptions, world_size: int) -> SweepCase:
-    """The bucket and gradients of a sweep; all ranks' shards have as many fp32 elements."""
-    numel = max(request.size_bytes // 4 // world_size, 1) * world_size
-    repeats, step = (3, 0.2) if request.quick else (7, 0.1)
-    return SweepCase(numel, tuple(request.densities), repeats, step)
-
-
 def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
-    """Starts the ranks that are missing, or does one rank's part.
-
-    Returns:
-        The exit code.
+    """Starts the ranks that are missing, or does one rank's part; returns the exit code.
 
     Raises:
-        ConfigError: flags contradict one another, or the output file exists already.
-        MegatronSparseError: a rank failed.
+        ConfigError: flags contradict one another, there is one rank only, or the output file exists
+            already.
+        CommunicationError: a rank has not come, or is gone.
     """
     os.environ.update(launchers.slurm_ranks(os.environ))
     started = local_ranks.started_ranks()
@@ -92,31 +84,17 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     ranks = place.ranks or started or 2
     if ranks < 2:
         raise one_rank()
-    if started:
-        run_rank(request)
-        return 0
-    check_out(request)
-    return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
-
-
-def run_rank(request: CalibrationOptions) -> None:
-    """One rank's part where RANK and WORLD_SIZE are set.
-
-    Raises:
-        ConfigError: there is one rank only, or the file is another cluster's or cannot be written.
-        CommunicationError: a rank has not come, or is gone.
-        SystemExit: another rank has already reported the error; has that error's exit code.
-    """
+    if not started:
+        check_out(request)
+        return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
     if request.env is not None:
         from megatron_sparse.run.composition import compose
 
         for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
             os.environ.setdefault(name, value)
-    as_rank(
-        lambda store, rank, world_size: CalibrationRank(request, store, rank, world_size),
-        lambda group: group.run(),
-        timeout_s=request.timeout_s,
-    )
+    make = partial(CalibrationRank, request)
+    as_rank(make, lambda group: group.run(), timeout_s=request.timeout_s)
+    return 0
 
 
 class CalibrationRank(Bench[CalibrationOptions]):
@@ -159,10 +137,13 @@ class CalibrationRank(Bench[CalibrationOptions]):
 
     def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
         """Finds the thresholds; returns them by format, and the points of all curves."""
-        case = sweep_case(self._cases, self.world_size)
+        request, n = self._cases, self.world_size
+        numel = max(request.size_bytes // 4 // n, 1) * n  # fp32; all ranks' shards are alike
+        repeats, step = (3, 0.2) if request.quick else (7, 0.1)
+        case = SweepCase(numel, tuple(request.densities), repeats, step)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
         found, points = {}, []
-        for form in self._cases.formats:
+        for form in request.formats:
             self._tell(f"measuring: thresholds for {form}")
             sweep = sweep_thresholds(form, runs, self._transport, case)
             found[form], curves = complete(sweep)

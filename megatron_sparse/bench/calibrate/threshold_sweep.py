@@ -31,7 +31,6 @@ from megatron_sparse.transport import Transport
 
 THRESHOLDS = ("intra", "inter", "gather")
 TIE = 0.01
-STEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class SweepCase:
     numel: int
     densities: tuple[float, ...]
     repeats: int
-    step: float = STEP
+    step: float = 0.1
 
 
 @dataclass(frozen=True)

@@ -148,15 +148,11 @@ def _touched_rows(case: Case, num_rows: int) -> torch.Tensor:
     return torch.randperm(num_rows, generator=generator)[:count].sort().values.to(case.device)
 
 
-def _rows_of(case: Case, count: int) -> torch.Tensor:
-    return _sparse(case, count * COLUMNS, 1.0).view(-1, COLUMNS)
-
-
 def _row_tasks(case: Case) -> Iterator[Task]:
     """Yields `encode` of a row-sparse record, whose decoded rows must be those that went in."""
     num_rows = max(case.numel // COLUMNS, 1)
     index_K = _touched_rows(case, num_rows)
-    rows_KD = _rows_of(case, index_K.numel())
+    rows_KD = _sparse(case, index_K.numel() * COLUMNS, 1.0).view(-1, COLUMNS)
     gradient = RowSparse(index_K, rows_KD, num_rows)
     whole = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
     positions = whole.positions(gradient)  # all rows

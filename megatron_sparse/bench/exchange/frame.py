@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -97,6 +98,13 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             MegatronSparseError: a collective refuses a case.
         """
         raise NotImplementedError
+
+    def shown_rows(self, json_path: Path | None) -> list[Any]:
+        """All rows, on every rank; rank 0 prints and writes them as well."""
+        if self.rank:
+            return list(self.rows())
+        where = f"{self.world_size} ranks, {self.backend}, hosts: {len(self.nodes)}"
+        return print_rows(where, self._cases, self.rows(), json_path)
 
     @classmethod
     def virtual_rows(cls, cases: Cases, topology: Topology) -> Iterator[CellRow]:
@@ -283,20 +291,14 @@ def run[Cases: Rounds](
     if place.virtual:
         return _code(run_virtual(bench, cases, place.topology(ranks), json_path))
     if started:
-        return _code(run_rank(bench, cases, json_path))
+        return _code(as_rank(partial(bench, cases), lambda group: group.shown_rows(json_path)))
     flags = [] if json_path is None else [f"--json={json_path}"]
     command = [*cases.NAME.split(), *cases.arguments(), *flags]
     return start_ranks(command, place, ranks, cases.mbit)
 
 
 def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:
-    """Runs a command of `megatron-sparse` as every rank; returns the exit code.
-
-    Args:
-        command: its words.
-        place: loopback, or the test bed.
-        ranks: how many.
-        mbit: rate of the test bed's links.
+    """Runs a command of `megatron-sparse` as every rank, over loopback or on the test bed.
 
     Raises:
         ConfigError: there is no test bed.
@@ -324,24 +326,6 @@ def run_virtual[Cases: Rounds](
     )
     with torch_threads(1):
         return print_rows(where, cases, bench.virtual_rows(cases, topology), json_path)
-
-
-def run_rank[Cases: Rounds](
-    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None
-) -> list[Any]:
-    """Runs one rank's part where RANK and WORLD_SIZE are set; returns all rows, as every rank does.
-
-    See `as_rank` for errors.
-    """
-
-    def measure(group: Bench[Cases]) -> list[Any]:
-        """Measures all rows; rank 0 prints and writes them as well."""
-        if group.rank:
-            return list(group.rows())
-        where = f"{group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}"
-        return print_rows(where, cases, group.rows(), json_path)
-
-    return as_rank(lambda store, rank, ranks: bench(cases, store, rank, ranks), measure)
 
 
 def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]:
