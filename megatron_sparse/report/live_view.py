@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -138,11 +138,9 @@ def follow(folder: Path, columns: int | None) -> None:
             remedy="name the folder that training printed",
         )
     drawn: int | None = None  # the iteration that the view shows
-    with ExitStack() as screen:
-        live = None
-        if console.is_terminal:
-            waiting = Text(f"{folder}: no iteration is written yet")
-            live = screen.enter_context(Live(waiting, console=console, auto_refresh=False))
+    waiting = Text(f"{folder}: no iteration is written yet")
+    in_place = Live(waiting, console=console, auto_refresh=False)
+    with in_place if console.is_terminal else nullcontext() as live:
         while True:
             try:
                 lines = _tail(folder / BREAKDOWN_FILE)

@@ -171,24 +171,21 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
         ) from None
     except (TypeError, ValueError, KeyError) as error:
         raise other_version(path, error, MADE_BY) from None
+    _note_damaged(path, damaged, gaps)
     if not lines:
         raise ConfigError(
             f"{folder} has no iteration to report",
             expected=f"at least one complete line in {BREAKDOWN_FILE}",
-            got=_damaged_sentence(path, damaged) if damaged else "an empty file",
+            got=gaps[-1] if damaged else "an empty file",
             remedy=f"train longer; training writes lines every {FLUSH_EVERY} iterations",
         )
-    _note_damaged(path, damaged, gaps)
     return lines, history
-
-
-def _damaged_sentence(path: Path, damaged: list[int]) -> str:
-    return f"{path.name}: damaged lines are left out: {len(damaged)}, the first is {damaged[0]}"
 
 
 def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:
     if damaged:
-        gaps.append(_damaged_sentence(path, damaged))
+        count, first = len(damaged), damaged[0]
+        gaps.append(f"{path.name}: damaged lines are left out: {count}, the first is {first}")
 
 
 def _load_summary(
