@@ -84,12 +84,7 @@ class ExposedTimes:
 
 
 def sentences(summary: Mapping[str, Any], times: ExposedTimes) -> list[str]:
-    """Sentences: how much of an iteration is exposed, the two longest waits, the throughput.
-
-    Args:
-        summary: of the run.
-        times: waits by bucket.
-    """
+    """Sentences: how much of an iteration is exposed, the two longest waits, the throughput."""
     steady = at_target(summary)
     said = [
         f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "

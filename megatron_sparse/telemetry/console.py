@@ -186,9 +186,6 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     in others ranks wait for each other as well. A preset that sends k times the bytes has them in
     flight for F + (k - 1) N, of which the backward pass hides as much as it hid; where it hid all,
     two thirds of the passes. Codecs count as those of the run.
-
-    Args:
-        summary: of the run, as in `summary.json`.
     """
     figures = at_target(summary)
     # Warm-up and ramp say nothing of a preset; on a GPU streams wait, which no stage measures.

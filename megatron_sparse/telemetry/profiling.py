@@ -42,9 +42,6 @@ class Timeline:
 
     Times are the host's. On CUDA a bucket's row shows only its launch and end; its stages are
     kernels, which torch.profiler shows.
-
-    Args:
-        rank: the rank that the events belong to.
     """
 
     def __init__(self, rank: int) -> None:

@@ -237,11 +237,7 @@ PHASE_COLUMNS = {
 
 
 def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of a name and the `PHASE_COLUMNS`: of each phase, of all, inside nodes, of parameters.
-
-    Args:
-        summary: of a run.
-    """
+    """Rows of name and `PHASE_COLUMNS`: of each phase, of all, inside nodes, of parameters."""
 
     def row(name: str, figures: Mapping[str, Any]) -> list[str]:
         """A cell is empty where the figures lack its column."""

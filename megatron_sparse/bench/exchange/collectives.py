@@ -279,11 +279,6 @@ class _Outcome(NamedTuple):
 class VirtualRanks:
     """All ranks of a case, on a cluster whose clock begins at 0.
 
-    Args:
-        case: what they synchronise.
-        sweep: how.
-        topology: of the cluster.
-
     Attributes:
         carried_by: the scheme that the planner took; known after a run.
     """

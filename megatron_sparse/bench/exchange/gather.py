@@ -160,12 +160,6 @@ def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str)
 class RankGather:
     """A rank's parameters and its gathers; steps of the optimizer go back and forth.
 
-    Args:
-        sweep: the options.
-        case: how.
-        transport: of the rank.
-        progress: drives the gathers.
-
     Attributes:
         values_N: the parameters on this rank; at first those before the step.
         own_M: this rank's shard of them.

@@ -121,15 +121,7 @@ class CollectiveRow(CellRow):
     def of(
         cls, case: BucketCase, carried_by: str, world_size: int, wrong: int, **more: Any
     ) -> Self:
-        """The row of a case that has been checked and not yet timed.
-
-        Args:
-            case: what was checked.
-            carried_by: see the attributes.
-            world_size: see the attributes.
-            wrong: see the attributes.
-            more: other attributes.
-        """
+        """The row of a case that is checked and not yet timed; `more` are other attributes."""
         copied = ("scheme", "dtype", "density", "value_bits", "sum_bits", "level")
         named: dict[str, Any] = {name: getattr(case, name) for name in copied}
         named |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
