@@ -220,7 +220,7 @@ class TestInputs:
             for step in range(2)
         ]
         assert sum(part.abs() for part in parts).max() <= 256
-        with pytest.raises(ConfigError, match="too many ranks"):
+        with pytest.raises(ConfigError, match="at most 42 to count"):
             case.small_integers(0, most + 1, 0)
 
     def test_timed_values_keep_the_density_at_independent_positions(self):

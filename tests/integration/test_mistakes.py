@@ -202,7 +202,7 @@ MISTAKES = (
     Mistake("bench collectives --op=gather", "all_reduce"),
     Mistake("bench collectives --density=2", "(0, 1]"),
     Mistake("bench collectives --min-bytes=2M --max-bytes=1M", "64 to max_bytes"),
-    Mistake("bench collectives --min-bytes=64 --max-bytes=64 --ranks=100", "--min-bytes"),
+    Mistake("bench collectives --min-bytes=64 --max-bytes=64 --ranks=100", "min_bytes"),
     Mistake("bench collectives --format=zip", "pici"),
     Mistake("bench collectives --value-bits=5", "32 | 8 | 4 | 3 | 2"),
     Mistake("bench collectives --value-bits=q4", "such as 2,4,8"),

@@ -37,7 +37,6 @@ from megatron_sparse.run import launchers, local_ranks
 from megatron_sparse.run.rows import print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Canvas, Figure, Row
-from megatron_sparse.transport import Transport
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 
@@ -120,12 +119,11 @@ class CalibrationRank(Bench[CalibrationOptions]):
         if request.sweep:
             found, points = self._sweep()
             if self.rank == 0 and cluster is not None:
-                where = f"{self.world_size} ranks, {self.backend}"
                 # The file first: it is the result, the picture shows it.
                 self._save_thresholds(
                     replace(cluster, ring_densities=cluster.ring_densities | found)
                 )
-                _report(request, self._transport, points, found, where)
+                self._report(points, found)
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
@@ -170,6 +168,25 @@ class CalibrationRank(Bench[CalibrationOptions]):
         cluster.save(self._cases.out, "\n".join([*kept, added]))
         print(f"# thresholds added: {self._cases.out}")
 
+    def _report(self, points: Sequence[SweepPoint], found: Mapping[str, Thresholds]) -> None:
+        """Prints curves and thresholds, and draws the curves beside the cluster file."""
+        request = self._cases
+        densities = ", ".join(f"{density:g}" for density in request.densities)
+        what = (
+            f"{self.world_size} ranks, {self.backend}, {request.size_bytes / 2**20:g} MiB, "
+            f"input densities {densities}"
+        )
+        print(f"# {MEASURED}: {what}")
+        for threshold in sorted(set(THRESHOLDS) - set(swept(self._transport))):
+            print(f"# {threshold}: no such link here, SpCCL's value stays")
+        print_table(points, None)
+        for form, taken in found.items():
+            named = zip(THRESHOLDS, taken, strict=True)
+            keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
+            print(f"scheme.format={form} {keys}")
+        for path in draw_curves(points, what, request.out.parent):
+            print(path)
+
     def _comment(self) -> str:
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
         where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
@@ -180,24 +197,6 @@ class CalibrationRank(Bench[CalibrationOptions]):
         """Rank 0 says it, on standard error by default."""
         if self.rank == 0:
             print(f"# {what}", file=file or sys.stderr, flush=True)
-
-
-def _report(
-    request: CalibrationOptions,
-    transport: Transport,
-    points: Sequence[SweepPoint],
-    found: Mapping[str, Thresholds],
-    where: str,
-) -> None:
-    """Prints the thresholds that were found, and draws the curves beside the cluster file."""
-    densities = ", ".join(f"{density:g}" for density in request.densities)
-    what = f"{where}, {request.size_bytes / 2**20:g} MiB, input densities {densities}"
-    print(f"# {MEASURED}: {what}")
-    for threshold in sorted(set(THRESHOLDS) - set(swept(transport))):
-        print(f"# {threshold}: no such link here, SpCCL's value stays")
-    print_curves(points, found)
-    for path in draw_curves(points, what, request.out.parent):
-        print(path)
 
 
 def print_cluster(cluster: ClusterModel) -> None:
@@ -231,17 +230,6 @@ def print_cluster(cluster: ClusterModel) -> None:
         most_us = max(rate.seconds_per_call for rate in rates) * 1e6
         shown = "".join(f"{ns.get(density, ''):>9}" for density in densities)
         print(f"{op:<18}{form:<12}{most_us:>10.1f}{shown}".rstrip())
-
-
-def print_curves(
-    points: Sequence[SweepPoint], found: Mapping[str, tuple[float, float, float]]
-) -> None:
-    """Prints each curve, the value that was taken marked, and the result."""
-    print_table(points, None)
-    for form, densities in found.items():
-        named = zip(THRESHOLDS, densities, strict=True)
-        keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
-        print(f"scheme.format={form} {keys}")
 
 
 def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
+from megatron_sparse.bench.options import check_arguments
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, Scheme, check
 from megatron_sparse.collectives.base import without
@@ -165,14 +166,11 @@ class BucketCase:
         # A peak that was not sent in one step is added to that of the next, so that a sum has up
         # to `CHECK_STEPS` peaks of each rank.
         largest = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
-        if largest < SMALLEST_PEAK:
-            raise ConfigError(
-                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
-                expected="at most "
-                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
-                got=world_size,
-                remedy="measure fp32",
-            )
+        most = EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)
+        countable = f"at most {most} to count #wrong in {self.dtype}; measure fp32"
+        check_arguments(
+            CollectiveSweep.NAME, [("ranks", world_size, world_size <= most, countable)]
+        )
         generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
         values = torch.randint(SMALLEST_PEAK, largest + 1, (self.numel,), generator=generator)
         is_low = torch.rand(self.numel, generator=generator) >= self.density
@@ -223,13 +221,8 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
         shard = size // VALUE_DTYPES[dtype].itemsize // world_size
         numel = shard * world_size
-        if numel == 0:
-            raise ConfigError(
-                "bench collectives: a gradient is smaller than the group",
-                expected=f"--min-bytes of an element for each of {world_size} ranks",
-                got=f"{size} bytes of {dtype}",
-                remedy="raise --min-bytes",
-            )
+        whole_shards = f"an element of {dtype} for each of {world_size} ranks, or more"
+        check_arguments(sweep.NAME, [("min_bytes", size, numel > 0, whole_shards)])
         for density, asked_bits, name, level in product(
             sweep.densities, sweep.value_bits, sweep.schemes, sweep.levels
         ):

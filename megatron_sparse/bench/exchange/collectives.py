@@ -36,6 +36,7 @@ from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
+from megatron_sparse.bench.options import check_arguments
 from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, free_memory_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
@@ -79,13 +80,10 @@ class CollectiveBench(Bench[CollectiveSweep]):
     @classmethod
     def check(cls, cases: CollectiveSweep, ranks: int, *, virtual: bool) -> None:
         """Refuses options that do not fit."""
-        if cases.nccl_engine and virtual:
-            raise ConfigError(
-                "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
-                expected="one of them",
-                got="both",
-                remedy="leave out --nccl-engine",
-            )
+        can_run = not (cases.nccl_engine and virtual)
+        check_arguments(
+            cases.NAME, [("nccl_engine", True, can_run, "false: virtual ranks have no NCCL")]
+        )
         cases_of(cases, ranks)  # raises where a case does not fit
 
     def rows(self) -> Iterator[CellRow]:

@@ -17,6 +17,7 @@ from megatron_sparse.bench.options import (
     Sizes,
     above_zero,
     at_least,
+    check_arguments,
     density_option,
     fraction,
     names_option,
@@ -30,7 +31,6 @@ from megatron_sparse.bench.options import (
 from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.config.scheme import MESSAGE_FORMATS, RING_DENSITIES
-from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_sparse.transport import Topology
@@ -61,13 +61,8 @@ class Place(Options):
             ConfigError: `ranks_per_node` does not divide the ranks.
         """
         each = min(self.ranks_per_node or 1, ranks)
-        if ranks % each:
-            raise ConfigError(
-                "--ranks-per-node does not divide the ranks of the test bed",
-                expected=f"a divisor of {ranks}",
-                got=each,
-                remedy="change --ranks or --ranks-per-node",
-            )
+        divides = f"a divisor of {ranks}"
+        check_arguments(self.NAME, [("ranks-per-node", each, ranks % each == 0, divides)])
         return ranks // each
 
 

@@ -118,15 +118,11 @@ class Run:
         # The last iteration that was validated, or else trained; empty without any validation.
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
-            ends = (
-                f"a validation after iteration {wanted}"
-                if self.validates
-                else f"{wanted} iterations"
-            )
             tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
             raise MegatronSparseError(
                 f"bench {self.bench}: the run {self.name} failed",
-                expected=f"exit code 0 and {ends}",
+                expected=f"exit code 0, {wanted} iterations"
+                + (" and a validation after them" if self.validates else ""),
                 got=f"exit code {code}, {len(iterations)} iterations and {len(curve)} validations; "
                 f"it ends with\n{tail}",
                 remedy=f"see {log_path}",
@@ -221,14 +217,10 @@ def read_iterations(printed: str) -> list[tuple[float, float]]:
         >>> read_iterations(line)
         [(7.5, 9.0), (7.5, 9.0)]
     """
-    lines = [
-        (int(number), float(ms), float(loss)) for number, ms, loss in ITERATION.findall(printed)
-    ]
-    # A line counts the iterations since the line before, and prints their means.
-    found, before = [], 0
-    for number, ms, loss in lines:
-        found += [(ms, loss)] * (number - before)
-        before = number
+    found: list[tuple[float, float]] = []
+    for number, ms, loss in ITERATION.findall(printed):
+        # A line counts the iterations since the line before, and prints their means.
+        found += [(float(ms), float(loss))] * (int(number) - len(found))
     return found
 
 
