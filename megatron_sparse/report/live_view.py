@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import STEP_STAGES
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.lines import other_version, parse
@@ -65,7 +65,9 @@ def render(progress: RunProgress) -> RenderableType:
         style = _STYLES[stage]
         bar = ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
         stages.add_row(stage, f"{ms(time_ms)} ms", f"{share:.0%}", bar)
-    inside = "  ".join(f"{stage} {ms(t)}" for stage, t in progress.bucket_stages().items() if t)
+    inside = "  ".join(
+        f"{stage} {ms(t)}" for stage, t in progress.means_ms(BUCKET_STAGES).items() if t
+    )
     return Group(
         Rule(style="dim"),
         head,

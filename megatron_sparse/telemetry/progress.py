@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.quantities import (
     exposed_share,
@@ -111,13 +111,10 @@ class RunProgress:
     def stages(self) -> dict[str, float]:
         """The training thread's stages and the rest of the iteration, see `thread_parts`."""
         gathers = bool(self.latest.param_gathers)
-        return thread_parts(self._means_ms(STEP_STAGES), self.iteration_ms, gathers=gathers)
+        return thread_parts(self.means_ms(STEP_STAGES), self.iteration_ms, gathers=gathers)
 
-    def bucket_stages(self) -> dict[str, float]:
-        """The buckets' stages, summed over buckets."""
-        return self._means_ms(BUCKET_STAGES)
-
-    def _means_ms(self, stages: Sequence[str]) -> dict[str, float]:
+    def means_ms(self, stages: Sequence[str]) -> dict[str, float]:
+        """Mean times of stages; those of buckets are summed over buckets."""
         return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in stages}
 
     def left_s(self) -> float | None:
@@ -161,7 +158,7 @@ class RunProgress:
         Such as `exposed: 12.00%, 30.00 of 250.00 ms (gradients 20.00, parameters 10.00);
         5.00 ms overlapped`, in one line.
         """
-        means = self._means_ms(STEP_STAGES)
+        means = self.means_ms(STEP_STAGES)
         share = percent(exposed_share(means, self.iteration_ms))
         figures = {"stage_ms_mean": means, "iteration_ms_mean": self.iteration_ms}
         overlapped = ms(self.mean_ms(lambda b: b.overlapped_ms))
