@@ -49,21 +49,14 @@ class ExposedTimes:
     def __init__(
         self, number: np.ndarray, iteration_ms: np.ndarray, param_wait_ms: np.ndarray
     ) -> None:
-        count = min(len(number), MOST_POINTS)
-
-        def sums(values: np.ndarray) -> np.ndarray:
-            """The sum of the iterations' values in each interval."""
-            return np.array([interval.sum() for interval in np.array_split(values, count)])
-
-        intervals = np.array_split(number, count)
-        self._interval_of: dict[int, int] = {}  # by the iteration's number
-        for index, interval in enumerate(intervals):
-            self._interval_of.update(dict.fromkeys(interval.tolist(), index))
-        self.middle = np.array([interval.mean() for interval in intervals])
-        self._total_ms = sums(iteration_ms)
+        # Of each iteration; the intervals have equally many, or one more.
+        interval = np.arange(len(number)) * min(len(number), MOST_POINTS) // len(number)
+        self._interval_of = dict(zip(number.tolist(), interval.tolist(), strict=True))
+        self.middle = np.bincount(interval, number) / np.bincount(interval)
+        self._total_ms = np.bincount(interval, iteration_ms)
         self._waits_ms: dict[str, np.ndarray] = {}
         if param_wait_ms.any():
-            self._waits_ms[PARAMETERS] = sums(param_wait_ms)
+            self._waits_ms[PARAMETERS] = np.bincount(interval, param_wait_ms)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a line of `buckets.jsonl`; one of an iteration that is unknown adds nothing."""

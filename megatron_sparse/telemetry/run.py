@@ -297,8 +297,7 @@ class RunTelemetry:
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
         self._lock.close()  # after the last file
-        console_is_on = self._progress is not None
-        if console_is_on:
+        if self._progress is not None:  # the console is on
             print_summary(summary)
         return summary
 
