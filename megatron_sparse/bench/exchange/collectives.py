@@ -17,7 +17,7 @@ the ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +68,6 @@ class CollectiveBench(Bench[CollectiveSweep]):
         late_us = sweep.delay_ms * 1e3
         # Cells that are the same in every row.
         self._place = {"transport": self.backend, "mbit": sweep.mbit, "delay_us": late_us}
-        self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -103,13 +102,10 @@ class CollectiveBench(Bench[CollectiveSweep]):
         say_left_out(cases)
         n = topology.world_size
         to_run = cases_of(cases, n)
-        needed, free = (
-            max(case.numel for case in to_run) * n * BYTES_AN_ELEMENT,
-            free_memory_bytes(),
-        )
-        gib = f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
-        # More would swap.
-        check_arguments(cases.NAME, [("ranks", n, needed <= free, f"fewer: they need {gib}")])
+        needed = max(case.numel for case in to_run) * n * BYTES_AN_ELEMENT
+        free = free_memory_bytes()  # ranks with more would swap
+        fewer = f"fewer: they need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
+        check_arguments(cases.NAME, [("ranks", n, needed <= free, fewer)])
         for case in each_case(to_run):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
@@ -214,16 +210,13 @@ class CollectiveBench(Bench[CollectiveSweep]):
         choice = choose_level(config, self._transport.nodes)
         if choice.level != NODE:
             return Groups(self._transport)
-        if self._level_groups is None:
-            inside = self._open(choice.inside(self.rank))
-            across = self._open(choice.across(self.rank))
-            self._level_groups = Groups(self._transport, level=LevelGroups(inside, across))
-        return self._level_groups
-
-    def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        transport = ProcessGroupTransport(ranks, self._cases.timeout_s, self._device)
-        self._level_transports.append(transport)
-        return transport
+        if not self._level_transports:
+            self._level_transports = [
+                ProcessGroupTransport(ranks, self._cases.timeout_s, self._device)
+                for ranks in (choice.inside(self.rank), choice.across(self.rank))
+            ]
+        inside, across = self._level_transports
+        return Groups(self._transport, level=LevelGroups(inside, across))
 
     def _dense(self, case: BucketCase, values_N: torch.Tensor) -> None:
         """The collective of training without the plugin."""
