@@ -30,7 +30,7 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import Iterations, RunHistory
 from megatron_sparse.telemetry.lines import other_version, read_lines
 from megatron_sparse.telemetry.quantities import target_density
-from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
+from megatron_sparse.telemetry.readiness import load_readiness
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EVERY, SUMMARY_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -313,10 +313,9 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
 
 
 def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
-    if (folder / READINESS_FILE).exists():
-        with _noted(gaps):
-            return load_readiness(folder)
-    return {}
+    with _noted(gaps):
+        return load_readiness(folder)
+    return {}  # the file is damaged
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.straggler.detector import delay_s, last_rank
 from megatron_sparse.telemetry.lines import other_version, read_lines
@@ -36,34 +35,29 @@ def readiness_line(record: ReadinessRecord) -> str:
     )
 
 
-def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
-    """Reads the measured delays of a run: by bucket, in the order of steps.
+def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
+    """Yields the measured delays of a run, line by line; none without a file.
 
     Raises:
-        ConfigError: nothing was measured, or the file is not what a run writes.
+        ConfigError: the file is not what a run writes.
     """
-    found: dict[str, list[ReadinessRecord]] = defaultdict(list)
-    for record in read_readiness(run_dir):
-        found[record.bucket].append(record)
-    return dict(found)
-
-
-def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
-    """The records of a run, line by line; raises the errors of `load_readiness`."""
-    path = Path(run_dir) / READINESS_FILE
+    path = run_dir / READINESS_FILE
+    if not path.exists():
+        return
     try:
         for line in read_lines(path):
             waited_s = tuple(float(waited_ms) / 1e3 for waited_ms in line["waited_ms"])
             yield ReadinessRecord(line["bucket"], line["iteration"] - 1, waited_s)
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir} holds no measured delays",
-            expected=f"a run's folder with {READINESS_FILE}",
-            got=error.strerror,
-            remedy="train at least three iterations with straggler.mode=observe or persistent",
-        ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise other_version(path, error, "read it with the version that trained") from None
+
+
+def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
+    """The records of `read_readiness` by bucket, in the order of steps."""
+    found: dict[str, list[ReadinessRecord]] = defaultdict(list)
+    for record in read_readiness(run_dir):
+        found[record.bucket].append(record)
+    return dict(found)
 
 
 def summary_of(records: Iterable[ReadinessRecord]) -> dict[str, Any] | None:

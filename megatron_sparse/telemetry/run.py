@@ -347,17 +347,11 @@ class RunTelemetry:
         return {
             "name": self._name,
             **of_history,
-            "stragglers": self._straggler_summary(),
+            "stragglers": summary_of(read_readiness(self._run_dir) if self._run_dir else ()),
             "target_density": target_density(compression.get("density"), of_history),
             **(self._machine or machine()),
             "versions": versions(),
         }
-
-    def _straggler_summary(self) -> dict[str, Any] | None:
-        """Statistics of all delays in the run's folder; None if none were measured."""
-        if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
-            return None
-        return summary_of(read_readiness(self._run_dir))
 
 
 def machine() -> dict[str, Any]:

@@ -6,7 +6,6 @@ import tracemalloc
 import pytest
 
 from megatron_sparse.config.tracking import TrackingConfig
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
@@ -69,8 +68,7 @@ def test_a_run_that_measures_nothing_has_no_file(tmp_path):
     telemetry.end_iteration(1, iteration_s=0.1)
     assert telemetry.close()["stragglers"] is None
     assert not (tmp_path / READINESS_FILE).exists()
-    with pytest.raises(ConfigError, match="holds no measured delays"):
-        load_readiness(tmp_path)
+    assert load_readiness(tmp_path) == {}
 
 
 def _summary(**steps_of):
