@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sparse.extras import require_figures
 from megatron_sparse.report import theme
 from megatron_sparse.simulate.figures import Axes
 
@@ -84,12 +83,7 @@ class Chart:
         return replace(self, name=name, title=title, kind=self.name)
 
     def svg(self) -> str:
-        """An `<svg>` element whose colours are the page's variables and whose ids are unique.
-
-        Raises:
-            DependencyError: matplotlib is missing.
-        """
-        require_figures()
+        """An `<svg>` element whose colours are the page's variables and whose ids are unique."""
         from matplotlib import figure, rc_context
 
         file = io.StringIO()

@@ -76,7 +76,6 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
 
     Raises:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
-        DependencyError: matplotlib is missing.
     """
     # Once each: the baseline may be named before the folder that it is in.
     found: dict[Path, Path] = {}

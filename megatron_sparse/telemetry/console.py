@@ -44,21 +44,15 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     """Reads `summary.json` of a finished run.
 
     Raises:
-        ConfigError: the file is missing, or holds no JSON object.
+        OSError: the file cannot be read.
+        ConfigError: it holds no JSON object.
     """
-    path = Path(run_dir) / SUMMARY_FILE
+    path = run_dir / SUMMARY_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
         return found
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir} holds no summary of a run",
-            expected=f"a run's folder with {SUMMARY_FILE}",
-            got=error.strerror,
-            remedy="name the folder of a run that has ended; resume a run that was killed",
-        ) from None
     except ValueError as error:
         raise ConfigError(
             f"{path} is damaged", expected="a JSON object", got=error, remedy="resume the run"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_sparse.errors import ConfigError, writing
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
 from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.telemetry.metrics import STEP, pattern_of
@@ -139,7 +139,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
         Text for the user: the workspace's address or, after a dry run, its panels.
 
     Raises:
-        ConfigError: the target is malformed, the file cannot be written, or W&B refuses.
+        ConfigError: the target is malformed, or W&B refuses.
         DependencyError: wandb-workspaces is not installed.
     """
     entity, slash, project = target.partition("/")
@@ -152,8 +152,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
         )
     workspace = make(entity, project, name)
     if json_path is not None:
-        with writing(json_path):
-            json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
+        json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
     if dry_run:
         count = sum(len(panels) for panels in SECTIONS.values())
         lines = [f"{count} panels in {len(SECTIONS)} sections; nothing was sent to W&B"]

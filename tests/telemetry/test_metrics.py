@@ -214,12 +214,6 @@ def test_a_target_that_is_none(target):
         dashboard.run(target, "n", None, dry_run=True)
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
-    pytest.importorskip("wandb_workspaces")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        dashboard.run("team/project", "n", tmp_path / "no" / "folder.json", dry_run=True)
-
-
 def test_a_server_that_refuses_is_one_typed_error(monkeypatch):
     workspaces = pytest.importorskip("wandb_workspaces.workspaces")
     saved = []
