@@ -159,5 +159,4 @@ def follow(folder: Path, columns: int | None) -> None:
             except KeyboardInterrupt:
                 return
             except (TypeError, KeyError) as error:
-                remedy = "view it with the version that trains"
-                raise other_version(folder / BREAKDOWN_FILE, error, remedy) from None
+                raise other_version(folder / BREAKDOWN_FILE, error) from None

@@ -36,7 +36,6 @@ from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EV
 CONFIG_FILE = "config.yaml"
 WINDOW = 200
 """Iterations at the end of a run that buckets' medians are taken over."""
-MADE_BY = "make the report with the version that trained"
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
             f"{FLUSH_EVERY} iterations",
         ) from None
     except (TypeError, ValueError, KeyError) as error:
-        raise other_version(path, error, MADE_BY) from None
+        raise other_version(path, error) from None
     _note_damaged(path, damaged, gaps)
     if not lines:
         raise ConfigError(
@@ -280,7 +279,7 @@ def _load_buckets(
         gaps.append(f"{BUCKETS_FILE} cannot be read ({error.strerror}): no times for buckets")
         return {}
     except (TypeError, ValueError, KeyError) as error:
-        raise other_version(path, error, MADE_BY) from None
+        raise other_version(path, error) from None
     _note_damaged(path, damaged, gaps)
     return found
 

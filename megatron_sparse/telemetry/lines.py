@@ -48,13 +48,13 @@ def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[st
                 yield value
 
 
-def other_version(path: Path, error: Exception, remedy: str) -> ConfigError:
+def other_version(path: Path, error: Exception) -> ConfigError:
     """The error of a file whose lines have other fields than this version's."""
     return ConfigError(
         f"{path} was not written by this version of megatron_sparse",
         expected="lines as docs/reading-the-breakdown.md describes them",
         got=f"{type(error).__name__}: {error}",
-        remedy=remedy,
+        remedy="use the version that trained, or train into another folder",
     )
 
 

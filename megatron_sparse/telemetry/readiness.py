@@ -49,7 +49,7 @@ def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
             waited_s = tuple(float(waited_ms) / 1e3 for waited_ms in line["waited_ms"])
             yield ReadinessRecord(line["bucket"], line["iteration"] - 1, waited_s)
     except (KeyError, TypeError, ValueError) as error:
-        raise other_version(path, error, "read it with the version that trained") from None
+        raise other_version(path, error) from None
 
 
 def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:

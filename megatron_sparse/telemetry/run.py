@@ -148,8 +148,7 @@ class RunTelemetry:
                 remedy="choose another run folder or free the disk",
             ) from None
         except (TypeError, ValueError, KeyError) as error:
-            remedy = "resume with the version that started the run, or choose another run folder"
-            raise other_version(run_dir / BREAKDOWN_FILE, error, remedy) from None
+            raise other_version(run_dir / BREAKDOWN_FILE, error) from None
         self._files = files
         self._profile = Isolated(IterationProfile(run_dir, self._tracking), "the profile")
         atexit.register(self.flush)
