@@ -192,9 +192,9 @@ def names_option(usual: str | None, help: str = "", flag: str = "", **more: Any)
     return option(usual, help, parse_names, flag=flag, **more)
 
 
-def density_option(usual: str, help: str, flag: str = "--density", fits: Fits = fraction) -> Any:
-    """An option of fractions with commas between."""
-    return option(usual, help, parse_numbers, flag=flag, metavar="D,...", fits=fits)
+def density_option(usual: str, help: str) -> Any:
+    """The option `--density`, of fractions with commas between."""
+    return option(usual, help, parse_numbers, flag="--density", metavar="D,...", fits=fraction)
 
 
 class Options:

@@ -74,14 +74,10 @@ class ConvergenceRow(CellRow):
 
 
 def runs_of(options: ConvergenceOptions) -> list[Run]:
-    """The most important first; runs that are compared with one another follow one another."""
+    """A setting's runs of all models and seeds before the next setting's, dense first."""
     chosen = [setting for setting in CONVERGENCE if setting.name in options.settings]
-    runs = []
-    for tier in sorted({setting.tier for setting in chosen}):
-        of_tier = [setting for setting in chosen if setting.tier == tier]
-        for model, seed in product(options.models, options.seeds):
-            runs += [_run_of(options, model, setting, seed) for setting in of_tier]
-    return runs
+    every = product(chosen, options.models, options.seeds)
+    return [_run_of(options, model, setting, seed) for setting, model, seed in every]
 
 
 def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:

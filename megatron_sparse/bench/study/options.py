@@ -71,7 +71,6 @@ class Setting:
         warmup: share of the iterations before anything is pruned.
         ramp: share of the iterations in which the density falls to the target.
         baseline: of convergence: name of the setting that it is compared with.
-        tier: of convergence: 1 runs first.
         curve: of convergence: the line in the picture of loss over bits that it is a point of.
         stretch: of time-to-loss: iterations over plain Megatron's, and so its schedules.
         plain_bits: of time-to-loss: bits that Megatron without the plugin sends for an element,
@@ -84,7 +83,6 @@ class Setting:
     warmup: float = WARMUP_SHARE
     ramp: float = RAMP_SHARE
     baseline: str = DENSE
-    tier: int = 1
     curve: str | None = None
     stretch: float = STRETCH
     plain_bits: int | None = None
@@ -94,7 +92,7 @@ def _in_bits(percent: int, bits: int) -> Setting:
     density = f"compression.density={percent / 100:g}"
     overrides = (density, f"compression.value_bits={bits}", _FULL_SUMS)
     name, label = f"q{bits}_{percent}", f"{percent} %, {bits} bits"
-    return Setting(name, label, overrides, tier=3, curve=f"{bits} bits")
+    return Setting(name, label, overrides, curve=f"{bits} bits")
 
 
 def _spiked(factor: int) -> tuple[Setting, ...]:
@@ -105,7 +103,7 @@ def _spiked(factor: int) -> tuple[Setting, ...]:
     settings = []
     for name, override in override_of.items():
         label, overrides = f"{name}, {factor} x", (override, spikes)
-        settings.append(Setting(f"{name}_x{factor}", label, overrides, baseline=dense, tier=3))
+        settings.append(Setting(f"{name}_x{factor}", label, overrides, baseline=dense))
     return tuple(settings)
 
 
@@ -131,16 +129,16 @@ CONVERGENCE = (
     _preset("extreme", LONG_RAMP_SHARE),
     *(_in_bits(percent, bits=4) for percent in (10, 5, 2)),
     *(_in_bits(percent, bits=2) for percent in (22, 10, 5)),
-    Setting("leak09", "1 %, leak 0.9", (_TOPK99, "compression.leak=0.9"), tier=2),
-    Setting("cold", "1 %, no warm-up, no ramp", (_TOPK99,), warmup=0, ramp=0, tier=2),
-    Setting("lossy4", "dense, parameters in 4 bits", (*_DENSE_LOSSY, "parameters.bits=4"), tier=2),
-    Setting("lossy8", "dense, parameters in 8 bits", (*_DENSE_LOSSY, "parameters.bits=8"), tier=2),
-    Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0, tier=3),
-    Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE, tier=3),
-    Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
+    Setting("leak09", "1 %, leak 0.9", (_TOPK99, "compression.leak=0.9")),
+    Setting("cold", "1 %, no warm-up, no ramp", (_TOPK99,), warmup=0, ramp=0),
+    Setting("lossy4", "dense, parameters in 4 bits", (*_DENSE_LOSSY, "parameters.bits=4")),
+    Setting("lossy8", "dense, parameters in 8 bits", (*_DENSE_LOSSY, "parameters.bits=8")),
+    Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0),
+    Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE),
+    Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE),
     *_spiked(100),
     *_spiked(1000),
-    Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE, tier=3),
+    Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE),
 )
 TIME_TO_LOSS = (
     Setting(PLAIN, "Megatron", ("plugin=false",), stretch=1.0, plain_bits=32 + 16),
