@@ -246,10 +246,9 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
         stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
         stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
         if predicted:
-            diamonds = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
+            diamonds = [(b.predicted_us / 1e3, i) for i, b in enumerate(shown) if b.predicted_us]
             axes.plot(
-                [time_ms for _, time_ms in diamonds],
-                [place for place, _ in diamonds],
+                *zip(*diamonds, strict=True),
                 marker="D",
                 linestyle="none",
                 markersize=4,

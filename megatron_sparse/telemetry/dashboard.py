@@ -42,11 +42,7 @@ class Panel:
     @property
     def pattern(self) -> str | None:
         """A regular expression if the panel shows a family, else None."""
-        (first, *rest) = self.metrics
-        if "<" not in first:
-            return None
-        assert not rest, "a panel has one pattern or several names"
-        return pattern_of(first)
+        return pattern_of(self.metrics[0]) if "<" in self.metrics[0] else None
 
 
 ITERATION_PARTS = (
