@@ -128,14 +128,9 @@ def _themed(text: str, title: str) -> str:
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MOST_POINTS` points: means of neighbours, NaN left out.
+    """At most `MOST_POINTS` points: means of neighbouring `x`, ascending, and of their `y`.
 
-    Args:
-        x: ascending values.
-        y: as many values.
-
-    Returns:
-        Means of neighbouring `x` and of their `y`; NaN where all neighbours are NaN.
+    NaN is left out of a mean; it is NaN where all neighbours are.
     """
     parts = min(len(x), MOST_POINTS)
     return _means(x, parts), _means(y, parts)

@@ -107,11 +107,7 @@ class RunData:
 
 
 def load_run(folder: Path, index: int) -> RunData:
-    """Reads a run's folder; the run may still be going on.
-
-    Args:
-        folder: the run's folder.
-        index: position of the run in the report, from 0.
+    """Reads a run's folder; the run may still be going on. `index`: see `RunData`.
 
     Raises:
         ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
