@@ -122,9 +122,6 @@ def test_scalars_have_units_and_names():
     extra = {"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0}
     waits = {"optimizer": 0.01}
     scalars = of(bucket, waits=waits, iteration_s=0.1, loss=3.0, extra=extra).scalars()
-    assert scalars["comm/wire_bytes"] == 250.0
-    assert scalars["comm/wire_ratio"] == 0.25
-    assert scalars["compression/density"] == 0.01
     assert scalars["breakdown/prune_ms"] == 2.0
     assert scalars["breakdown/optimizer_ms"] == 10.0
     assert scalars["train/loss"] == 3.0

@@ -289,12 +289,14 @@ def run[Cases: Rounds](
     ranks = place.ranks or started or 4
     bench.check(cases, ranks, virtual=place.virtual)
     if place.virtual:
-        return _code(run_virtual(bench, cases, place.topology(ranks), json_path))
-    if started:
-        return _code(as_rank(partial(bench, cases), lambda group: group.shown_rows(json_path)))
-    flags = [] if json_path is None else [f"--json={json_path}"]
-    command = [*cases.NAME.split(), *cases.arguments(), *flags]
-    return start_ranks(command, place, ranks, cases.mbit)
+        rows = run_virtual(bench, cases, place.topology(ranks), json_path)
+    elif started:
+        rows = as_rank(partial(bench, cases), lambda group: group.shown_rows(json_path))
+    else:
+        flags = [] if json_path is None else [f"--json={json_path}"]
+        command = [*cases.NAME.split(), *cases.arguments(), *flags]
+        return start_ranks(command, place, ranks, cases.mbit)
+    return int(any(row.bad for row in rows))
 
 
 def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:
@@ -334,10 +336,6 @@ def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]
         if rank == 0:
             show_progress(f"{number}/{len(cases)}: {case.title}")
         yield case
-
-
-def _code(rows: Sequence[Any]) -> int:
-    return int(any(row.bad for row in rows))
 
 
 def _link(link: Link) -> str:

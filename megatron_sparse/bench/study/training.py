@@ -231,10 +231,8 @@ def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = {name: median(each[name] for each in iterations) for name in sizes}
     for name, stage in stages.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
-    found["host_cpu_us"] = median(map(_host_cpu_us_per_bucket, iterations))
+    # For each bucket.
+    found["host_cpu_us"] = median(
+        1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
+    )
     return found
-
-
-def _host_cpu_us_per_bucket(iteration: dict[str, Any]) -> float:
-    buckets = sum(iteration["schemes"].values())
-    return 1e3 * iteration["host_cpu_ms"] / buckets
