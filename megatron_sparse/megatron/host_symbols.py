@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,8 +33,8 @@ class HostSymbol(NamedTuple):
     Attributes:
         needed_by: `attach` or `install`.
         name: dotted name.
-        problem: why it cannot be hooked: it is missing, or lacks parameters or attributes that the
-            plugin uses; None if it can.
+        problem: why it cannot be hooked: it is missing, or lacks parameters that the plugin uses;
+            None if it can.
     """
 
     needed_by: str
@@ -42,47 +42,21 @@ class HostSymbol(NamedTuple):
     problem: str | None
 
 
-def _has_parameters(*names: str) -> Callable[[object], str | None]:
-    """Makes a check that returns None for a function with these parameters, else what it lacks."""
-
-    def check(symbol: object) -> str | None:
-        found = inspect.signature(symbol).parameters  # type: ignore[arg-type]
-        missing = [name for name in names if name not in found]
-        return f"without parameter {', '.join(missing)}" if missing else None
-
-    return check
-
-
-def _has_field(name: str) -> Callable[[object], str | None]:
-    def check(symbol: object) -> str | None:
-        return None if name in getattr(symbol, "__dataclass_fields__", {}) else f"without {name}"
-
-    return check
-
-
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
+_GROUP = "_ParamAndGradBucketGroup"
 _TRAINING = "megatron.training.training"
-_SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
-    (
-        "attach",
-        _BUCKETS,
-        "_ParamAndGradBucketGroup.start_grad_sync",
-        _has_parameters("self", "force_all_reduce"),
-    ),
-    ("attach", _BUCKETS, "_ParamAndGradBucketGroup.finish_grad_sync", _has_parameters("self")),
-    (
-        "attach",
-        _BUCKETS,
-        "_ParamAndGradBucketGroup.start_param_sync",
-        _has_parameters("self", "force_sync"),
-    ),
-    ("install", "megatron.training.models.gpt", "GPTModelConfig", _has_field("post_wrap_hooks")),
-    ("install", _TRAINING, "setup_model_and_optimizer", _has_parameters()),
-    ("install", _TRAINING, "get_megatron_optimizer", _has_parameters()),
-    ("install", _TRAINING, "train_step", _has_parameters("model", "optimizer")),
-    ("install", _TRAINING, "save_checkpoint", _has_parameters("iteration")),
-    ("install", _TRAINING, "load_checkpoint", _has_parameters("load_arg")),
+_SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("attach", _BUCKETS, f"{_GROUP}.start_grad_sync", ("self", "force_all_reduce")),
+    ("attach", _BUCKETS, f"{_GROUP}.finish_grad_sync", ("self",)),
+    ("attach", _BUCKETS, f"{_GROUP}.start_param_sync", ("self", "force_sync")),
+    ("install", "megatron.training.models.gpt", "GPTModelConfig", ("post_wrap_hooks",)),
+    ("install", _TRAINING, "setup_model_and_optimizer", ()),
+    ("install", _TRAINING, "get_megatron_optimizer", ()),
+    ("install", _TRAINING, "train_step", ("model", "optimizer")),
+    ("install", _TRAINING, "save_checkpoint", ("iteration",)),
+    ("install", _TRAINING, "load_checkpoint", ("load_arg",)),
 )
+"""The user, module and name of each symbol, and the parameters that the plugin relies on."""
 
 
 def untested_megatron() -> str | None:
@@ -113,21 +87,28 @@ def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
     # `install` also needs all that `attach` does.
     users = ("attach", "install") if needed_by in (None, "install") else (needed_by,)
     return [
-        HostSymbol(user, f"{module}.{attribute}", _problem(module, attribute, check))
-        for user, module, attribute, check in _SYMBOLS
+        HostSymbol(user, f"{module}.{attribute}", _problem(module, attribute, parameters))
+        for user, module, attribute, parameters in _SYMBOLS
         if user in users
     ]
 
 
-def _problem(module: str, attribute: str, check: Callable[[object], str | None]) -> str | None:
-    """Looks a symbol up and checks it: why it cannot be hooked; None if it can."""
+def _problem(module: str, attribute: str, parameters: Sequence[str]) -> str | None:
+    """Looks a symbol up: why it cannot be hooked; None if it can.
+
+    Args:
+        module: its module.
+        attribute: its name there.
+        parameters: that a function must have, or a class's constructor.
+    """
     try:
-        symbol: object = import_module(module)
+        symbol: Any = import_module(module)
         for part in attribute.split("."):
             symbol = getattr(symbol, part)
     except (ImportError, AttributeError) as error:
         return str(error)
-    return check(symbol)
+    missing = [name for name in parameters if name not in inspect.signature(symbol).parameters]
+    return f"without parameter {', '.join(missing)}" if missing else None
 
 
 def require_host_symbols(needed_by: str) -> None:
