@@ -60,20 +60,18 @@ class Corpus:
     Attributes:
         kind: `code` or `prose`.
         prefix: for `--data-path`: the path of the `.bin` and `.idx` without their suffix.
-        tokenizer: `tokenizer.json` of the `tokenizers` library, to turn ids back into text.
-        vocab_size: for `--vocab-size`; every id is below it.
-        eod: the id that ends each document, `vocab_size - 1`.
+        vocab_size: for `--vocab-size`; every id is below it, and the last one ends each document.
         n_documents: documents in the dataset.
         n_tokens: tokens in the dataset, ends of documents included.
+        fingerprint: digest of all that decides the corpus's text and ids.
     """
 
     kind: str
     prefix: Path
-    tokenizer: Path
     vocab_size: int
-    eod: int
     n_documents: int
     n_tokens: int
+    fingerprint: str
 
 
 def prepare(
@@ -102,11 +100,11 @@ def prepare(
     out_dir = Path(out_dir)
     fingerprint = _fingerprint(kind, vocab_size)
     try:
-        corpus, found = _read(out_dir)
+        corpus = load(out_dir)
     except DatasetError:
         _check_replaceable(out_dir)
     else:
-        if found == fingerprint:
+        if corpus.fingerprint == fingerprint:
             return corpus
 
     try:
@@ -135,24 +133,16 @@ def load(out_dir: str | Path) -> Corpus:
     """Reads the manifest of a prepared corpus and checks every file's digest against it.
 
     Raises:
-        DatasetError: there is no corpus in `out_dir`, or one of its files is missing or damaged.
+        DatasetError: there is no corpus in `out_dir`, or its manifest or a file is missing or
+            damaged.
     """
-    return _read(Path(out_dir))[0]
-
-
-def _read(out_dir: Path) -> tuple[Corpus, str]:
-    """Returns the corpus in `out_dir`, after a check of its files, and its sources' fingerprint.
-
-    Raises:
-        DatasetError: there is no corpus, or its manifest or a file is damaged.
-    """
+    out_dir = Path(out_dir)
     path = out_dir / MANIFEST
     remedy = f"make it: {_COMMAND} --kind code|prose --output {out_dir}"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        names = ("kind", "vocab_size", "eod", "n_documents", "n_tokens")
+        names = ("kind", "vocab_size", "n_documents", "n_tokens", "fingerprint")
         fields = {name: manifest[name] for name in names}
-        fingerprint = manifest["fingerprint"]
         digests = {name: manifest["files"][name] for name in _FILES}
     except FileNotFoundError:
         raise DatasetError(
@@ -171,8 +161,7 @@ def _read(out_dir: Path) -> tuple[Corpus, str]:
             raise DatasetError(
                 f"{out_dir / name} is damaged", expected=digest, got=found, remedy=remedy
             )
-    tokenizer = out_dir / "tokenizer.json"
-    return Corpus(prefix=out_dir / "text", tokenizer=tokenizer, **fields), fingerprint
+    return Corpus(prefix=out_dir / "text", **fields)
 
 
 def _check_request(kind: str, vocab_size: int) -> None:

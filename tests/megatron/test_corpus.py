@@ -56,18 +56,18 @@ def test_megatron_reads_back_every_document(tmp_path: Path, small: Documents) ->
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     dataset = IndexedDataset(str(made.prefix))
-    tokenizer = Tokenizer.from_file(str(made.tokenizer))
-    texts = set()
+    tokenizer = Tokenizer.from_file(str(made.prefix.with_name("tokenizer.json")))
+    texts, end = set(), made.vocab_size - 1
     for ids in dataset:
-        assert ids[-1] == made.eod == made.vocab_size - 1
-        assert made.eod not in ids[:-1], "only the end of a document is one, even if spelled out"
+        assert ids[-1] == end
+        assert end not in ids[:-1], "only the end of a document is one, even if spelled out"
         texts.add(tokenizer.decode([int(i) for i in ids[:-1]]))
     assert texts == {text for _, text in small}
     assert len(dataset) == made.n_documents == len(small)
     assert sum(len(ids) for ids in dataset) == made.n_tokens
     null = NullTokenizer(made.vocab_size)  # which the training runs use
     assert tokenizer.get_vocab_size() == null.vocab_size == made.vocab_size
-    assert null.eod == made.eod
+    assert null.eod == end
 
 
 def test_same_sources_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
