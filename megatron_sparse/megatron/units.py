@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.optimizer_step import parts_of
+from megatron_sparse.megatron.optimizer_step import WrappedMethod, parts_of
 
 FEW_TOKENS = 0.5
 """A step with less than this share of the last step's tokens has few."""
@@ -46,34 +47,32 @@ class ResidualUnit:
         # The factor of the step under way, which may yet be skipped.
         self._new_factor: torch.Tensor | None = None
         self._optimizer: Any = None  # until `bind`
-        self._chunks = [chunk for chunk in chunks if divides_by_tokens(chunk)]
-        for chunk in self._chunks:
-            self._record_factor_of(chunk)  # wraps its `scale_gradients`
+        self._wrapped: list[WrappedMethod] = []
+        for chunk in filter(divides_by_tokens, chunks):
+            scale = partial(self._scale_gradients, is_first=not self._wrapped)
+            self._wrapped.append(WrappedMethod(chunk, "scale_gradients", scale))
 
     @property
     def per_token(self) -> bool:
         """Whether the gradient factor may change from step to step."""
-        return bool(self._chunks)
+        return bool(self._wrapped)
 
     def bind(self, optimizer: Any) -> None:
         """Reads the loss scale of `optimizer` from now on."""
         self._optimizer = optimizer
         self.loss_scale = self._read_loss_scale()
 
-    def _record_factor_of(self, chunk: Any) -> None:
-        """Wraps a chunk's `scale_gradients`: notes its factor before it is applied.
+    def _scale_gradients(
+        self, original: Callable[[torch.Tensor], None], factor: torch.Tensor, *, is_first: bool
+    ) -> None:
+        """A chunk's `scale_gradients`: notes the factor before it is applied.
 
         All chunks have the same factor, so only the first one looks for a step with few tokens.
         """
-        original = chunk.scale_gradients
-
-        def scale_gradients(factor: torch.Tensor) -> None:
-            self._new_factor = factor
-            if chunk is self._chunks[0] and self._has_few_tokens(float(factor)):
-                self._on_few_tokens()
-            original(factor)
-
-        chunk.scale_gradients = scale_gradients
+        self._new_factor = factor
+        if is_first and self._has_few_tokens(float(factor)):
+            self._on_few_tokens()
+        original(factor)
 
     def _has_few_tokens(self, factor: float) -> bool:
         """Whether this step has so few tokens that old residuals would enter it far too large.
@@ -140,8 +139,8 @@ class ResidualUnit:
 
     def close(self) -> None:
         """Gives the chunks their own method back."""
-        for chunk in self._chunks:
-            chunk.__dict__.pop("scale_gradients", None)
+        for wrapped in self._wrapped:
+            wrapped.close()
 
 
 def check_undo(compression: CompressionConfig, *, undo: bool) -> None:
