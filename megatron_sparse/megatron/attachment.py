@@ -287,17 +287,13 @@ class Attachment(HostState):
             self.residuals_came_back()
         self.step += 1
         self._between_steps()
-        self._follow_loss_scale()
+        scale_change = self.unit.follow_loss_scale()
+        if scale_change is not None:
+            self.residuals.rescale(scale_change)
         limit = self.config.compression.residual_alarm  # 0: no alarm
         is_due = success and self.step % ALARM_INTERVAL == 0
         if is_due and limit and self.grad_norm:
             warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
-
-    def _follow_loss_scale(self) -> None:
-        """Rescales residuals if the optimizer has changed its loss scale."""
-        factor = self.unit.follow_loss_scale()
-        if factor is not None:
-            self.residuals.rescale(factor)
 
     def residual_norm(self) -> float:
         """The residual's norm in units of `grad_norm`; reads the residual and waits for it."""

@@ -26,8 +26,6 @@ from megatron_sparse.megatron.pieces import PIECE_NUMEL, PIECE_NUMEL_PER_RANK
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements, with the distributed optimizer; buckets can be cut for all ranks, too."""
-RERUN_MODE = "validate_results"
-"""Megatron's default of `--rerun-mode`."""
 
 
 class PredictedParameter(NamedTuple):
@@ -187,7 +185,7 @@ def _cut(
 def may_undo(config: RunConfig) -> bool:
     """Whether Megatron may skip or repeat a step of this run, or divide by a step's tokens."""
     flags = config.megatron
-    reruns = flags.get("rerun_mode", RERUN_MODE) != "disabled"
+    reruns = flags.get("rerun_mode") != "disabled"  # Megatron's default is another mode
     per_token = bool(flags.get("calculate_per_token_loss"))
     precision, sharded = config.training.precision, config.training.use_distributed_optimizer
     has_scale = bool(flags.get("loss_scale")) and (precision == "bf16" or sharded)

@@ -95,9 +95,14 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     with hidden_from_wandb():
         megatron_args = _parse(command_line)
     model_config = model_config_of(megatron_args)
+    plugin = None
     # An evaluation has no DDP and no gradients to attach to.
-    attaches = config.plugin and not megatron_args.skip_train
-    plugin = _install(config, run_dir, model_config) if attaches else None
+    if config.plugin and not megatron_args.skip_train:
+        from megatron_sparse.megatron import install
+
+        plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))
+        # It attaches when Megatron has wrapped the model in DDP.
+        model_config.post_wrap_hooks.append(plugin.post_wrap_hook)
     try:
         with _early_exit():
             pretrain(
@@ -242,15 +247,6 @@ def model_config_of(megatron_args: Any) -> Any:
     if megatron_args.hybrid_layer_pattern is not None:
         return hybrid_config_from_args(megatron_args)
     return gpt_config_from_args(megatron_args)
-
-
-def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:
-    """Installs and returns the plugin; it attaches when Megatron has wrapped the model in DDP."""
-    from megatron_sparse.megatron import install
-
-    plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))
-    model_config.post_wrap_hooks.append(plugin.post_wrap_hook)
-    return plugin
 
 
 @contextmanager
