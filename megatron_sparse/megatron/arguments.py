@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import RunConfig, TrainingConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
-from megatron_sparse.megatron.checkpoint_folder import TRACKER
+from megatron_sparse.megatron.checkpoint_folder import TRACKER, with_temporary
 
 _OF_OTHER_NAMES = (
     *("tied_embeddings", "dropout", "iterations", "precision", "tensor_parallel"),
@@ -70,10 +70,6 @@ Such a flag in the `megatron:` section would train another model, or train it ot
 run's own keys say. Deprecated spellings and flags that ask for the same in another way are here
 too.
 """
-WEIGHT_DECAY = 0.1
-"""Of the GPT and StarCoder papers; Megatron's default is 0.01. `megatron.weight_decay` wins."""
-LOG_INTERVAL = 10
-"""Iterations between Megatron's lines, whose own default of 100 is too long for a first look."""
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
@@ -132,12 +128,12 @@ def derived_flags(
         "lr_decay_style": "cosine",
         "lr_decay_iters": training.iterations,
         "lr_warmup_iters": training.lr_warmup,
-        "weight_decay": WEIGHT_DECAY,
+        "weight_decay": 0.1,  # of the GPT and StarCoder papers; Megatron's default is 0.01
         "seed": training.seed,
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,
         "split": config.data.split,
-        "log_interval": LOG_INTERVAL,
+        "log_interval": 10,  # Megatron's own 100 is too long for a first look
         # A package of NVIDIA's that is not public; Megatron asks for it at every start.
         "no_one_logger": True,
         # Megatron has no switch for validation: its interval may not be 0, its iterations may.
@@ -231,16 +227,7 @@ def check_load(config: RunConfig) -> None:
 
 def has_checkpoint(config: RunConfig, folder: Path) -> bool:
     """Whether Megatron finished saving a checkpoint here, or a temporary one in its own folder."""
-    return any((each / TRACKER).is_file() for each in checkpoint_folders(config, folder))
-
-
-def checkpoint_folders(config: RunConfig, folder: Path) -> list[Path]:
-    """`folder`, and the folder of temporary checkpoints that Megatron looks into besides."""
-    folders = [folder]
-    if config.megatron.get("non_persistent_ckpt_type") == "global":
-        other = config.megatron.get("non_persistent_global_ckpt_dir")
-        folders.append(Path(other) if other else folder / "non_persistent")
-    return folders
+    return any((each / TRACKER).is_file() for each in with_temporary(folder, config.megatron))
 
 
 def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,20 @@ class ChosenCheckpoint:
 def checkpoint(folder: Path, iteration: int) -> Path:
     """The folder of one checkpoint."""
     return folder / f"iter_{iteration:07d}"
+
+
+def with_temporary(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
+    """`folder`, and the folder of temporary checkpoints that Megatron looks into besides.
+
+    Args:
+        folder: of the run's checkpoints.
+        settings: Megatron's arguments, or the `megatron:` section.
+    """
+    folders = [folder]
+    if settings.get("non_persistent_ckpt_type") == "global":
+        other = settings.get("non_persistent_global_ckpt_dir")
+        folders.append(Path(other) if other else folder / "non_persistent")
+    return folders
 
 
 def tracked(folder: Path) -> int | None:

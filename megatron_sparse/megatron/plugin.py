@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,12 +117,14 @@ class Plugin:
     def _end_run(self) -> None:
         """Writes the summary and the plan, and detaches from model and optimizer. Idempotent."""
         if self.telemetry is not None:
-            if _is_writer() and self._run_dir is not None:
-                self._write_plan(self._run_dir)
             memory, trials = None, None
             if self.attachment is not None:
-                memory, trials = self.attachment.memory_report(), self.attachment.trials
-            self.telemetry.close(memory, None if trials is None else trials.state_dict())
+                memory = self.attachment.memory_report()
+                if self.attachment.trials is not None:
+                    trials = self.attachment.trials.state_dict()
+                if _is_writer() and self._run_dir is not None:
+                    _write_plan(self._run_dir, self.attachment, trials)
+            self.telemetry.close(memory, trials)
             self.telemetry = None
         self._optimizer_bound = False
         if self.attachment is not None:
@@ -275,9 +276,9 @@ class Plugin:
             bound.apply_defaults()
             folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
             iteration = result[0]
-            saved_at = _loaded_iteration(folder, iteration)
-            if folder and saved_at and self.attachment is not None:
-                checkpoint.load(self.attachment, _loaded_folder(folder, saved_at), iteration)
+            loaded = _loaded_checkpoint(folder, iteration) if folder else None
+            if loaded is not None and self.attachment is not None:
+                checkpoint.load(self.attachment, loaded, iteration)
         except CheckpointException as error:  # torch's
             reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(
@@ -289,14 +290,13 @@ class Plugin:
             ) from error
         return result
 
-    def _write_plan(self, run_dir: Path) -> None:
-        """Writes `plan.json`: the plan of each bucket for the next step, and the reason."""
-        if self.attachment is None:
-            return
-        plan = {"step": self.attachment.step, "buckets": self.attachment.plan_rows()}
-        if self.attachment.trials is not None:
-            plan["trials"] = self.attachment.trials.state_dict()
-        write_whole(run_dir / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
+
+def _write_plan(run_dir: Path, attachment: Attachment, trials: dict[str, Any] | None) -> None:
+    """Writes `plan.json`: the plan of each bucket for the next step, and the reason."""
+    plan = {"step": attachment.step, "buckets": attachment.plan_rows()}
+    if trials is not None:
+        plan["trials"] = trials
+    write_whole(run_dir / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
 def _timed(forward_backward: Callable[..., Any], telemetry: RunTelemetry) -> Callable[..., Any]:
@@ -344,34 +344,24 @@ def _arguments() -> Any:
     return get_args()
 
 
-def _loaded_iteration(folder: str | None, iteration: int) -> int:
-    """The iteration of the checkpoint that Megatron loaded from `folder`; 0 for none.
+def _loaded_checkpoint(folder: str, iteration: int) -> Path | None:
+    """The checkpoint that Megatron loaded from `folder`, or a temporary one; None for none.
 
     Its load has returned `iteration`: with `--override-ckpt-iteration` that of the flag.
     """
     arguments = _arguments()
-    if folder is None or getattr(arguments, "override_ckpt_iteration", None) is None:
-        return iteration
-    found = [0, get_loaded_iteration() or 0]  # -1 for none
-    if arguments.non_persistent_ckpt_type == "global":
+    own, *temporary = checkpoint_folder.with_temporary(Path(folder), vars(arguments))
+    if getattr(arguments, "override_ckpt_iteration", None) is not None:
         # Megatron takes the newer one, and does not keep the number of a temporary one.
-        found.append(checkpoint_folder.tracked(Path(_temporary_folder(folder))) or 0)
-    return max(found)
-
-
-def _temporary_folder(folder: str) -> str:
-    """Where Megatron keeps global temporary checkpoints beside those in `folder`."""
-    return _arguments().non_persistent_global_ckpt_dir or os.path.join(folder, "non_persistent")
-
-
-def _loaded_folder(folder: str, iteration: int) -> Path:
-    """The folder of the checkpoint that Megatron loaded, which may be a temporary one."""
-    arguments = _arguments()
-    loaded = Path(get_checkpoint_name(folder, iteration, return_base_dir=True))
-    if loaded.is_dir() or arguments.non_persistent_ckpt_type != "global":
-        return loaded
-    temporary = get_checkpoint_name(_temporary_folder(folder), iteration, return_base_dir=True)
-    return Path(temporary)
+        saved = [get_loaded_iteration(), *map(checkpoint_folder.tracked, temporary)]
+        iteration = max(each or 0 for each in saved)
+    if iteration <= 0:  # -1 for none
+        return None
+    places = [
+        Path(get_checkpoint_name(str(each), iteration, return_base_dir=True))
+        for each in (own, *temporary)
+    ]
+    return next((place for place in places if place.is_dir()), places[-1])
 
 
 def _is_writer() -> bool:

@@ -101,7 +101,7 @@ def _find_own(config: RunConfig, own: Path) -> Start:
     if step and arguments.has_checkpoint(config, own):
         return Start(int(step), _of_step(own, int(step)), own=True)
     best, repairs, warnings = Start(), {}, []
-    for folder in arguments.checkpoint_folders(config, own):
+    for folder in checkpoint_folder.with_temporary(own, config.megatron):
         # A run that was killed in its first save may leave a checkpoint, complete or not, that no
         # tracker names yet.
         if not (folder / TRACKER).is_file() and not checkpoint_folder.saved_iterations(folder):
@@ -188,7 +188,7 @@ def newest(config: RunConfig, run_dir: Path) -> int | None:
 
     None if there is none.
     """
-    folders = arguments.checkpoint_folders(config, run_dir / arguments.CHECKPOINTS)
+    folders = checkpoint_folder.with_temporary(run_dir / arguments.CHECKPOINTS, config.megatron)
     found = [checkpoint_folder.choose(folder).iteration for folder in folders]
     return max((each for each in found if each is not None), default=None)
 

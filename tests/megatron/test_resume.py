@@ -161,10 +161,9 @@ def test_a_damaged_file_is_a_typed_error(of_megatron, monkeypatch):
     def load(load_arg="load"):
         return fail() if of_megatron else (SAVED_AT, 0)
 
-    arguments = SimpleNamespace(load="folder", non_persistent_ckpt_type=None)
+    arguments = SimpleNamespace(load="folder")
     monkeypatch.setattr(plugin, "_arguments", lambda: arguments)
-    monkeypatch.setattr(plugin, "_loaded_iteration", lambda *_: SAVED_AT)
-    monkeypatch.setattr(plugin, "_loaded_folder", lambda *_: "folder")
+    monkeypatch.setattr(plugin, "_loaded_checkpoint", lambda *_: "folder")
     monkeypatch.setattr(plugin.checkpoint, "load", fail)
     host = SimpleNamespace(_originals={"load_checkpoint": load}, attachment=object())
     with pytest.raises(CheckpointError, match=r"ValueError: no zip\n.*older checkpoint"):
