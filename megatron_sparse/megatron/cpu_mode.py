@@ -22,12 +22,13 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -299,19 +300,14 @@ def enable() -> None:
     _mode.__enter__()  # for the life of the process
 
 
-@contextmanager
-def properties() -> Iterator[None]:
+def properties() -> AbstractContextManager[object]:
     """Lets Megatron ask for a GPU's architecture, in the block, where there is none.
 
     For a launcher, which does not train and may have imported megatron.
     """
-    original = torch.cuda.get_device_properties
-    if not torch.cuda.is_available():
-        torch.cuda.get_device_properties = _always(_PROPERTIES)(original)
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_properties = original
+    if torch.cuda.is_available():
+        return nullcontext()
+    return mock.patch.object(torch.cuda, "get_device_properties", return_value=_PROPERTIES)
 
 
 def enable_training() -> None:

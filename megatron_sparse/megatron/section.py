@@ -178,19 +178,20 @@ def _validated(
     words: Sequence[str], variables: Mapping[str, str]
 ) -> dict[str, object] | ConfigError:
     """Megatron's arguments after its validation, and its data under `_DATA`; or its refusal."""
+    from unittest import mock
+
     from megatron.training import arguments as host
     from megatron.training.utils import get_blend_and_blend_per_split
 
     from megatron_sparse.megatron import cpu_mode, training
 
-    # Megatron reads the process's command line and environment: they are put back at the end.
-    words_before, environment = sys.argv, dict(os.environ)
-    make_globals = host.set_global_variables
-    sys.argv = [sys.argv[0], *words]
-    os.environ |= variables
-    host.set_global_variables = lambda args: None  # it would make log writers, too
     try:
         with (
+            # Megatron reads the process's command line and environment.
+            mock.patch.object(sys, "argv", [sys.argv[0], *words]),
+            mock.patch.dict(os.environ, variables),
+            # It would make log writers, too.
+            mock.patch.object(host, "set_global_variables"),
             cpu_mode.properties(),
             contextlib.redirect_stdout(io.StringIO()),
             warnings.catch_warnings(action="ignore"),  # ranks say them
@@ -201,11 +202,6 @@ def _validated(
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)
-    finally:
-        host.set_global_variables = make_globals
-        sys.argv = words_before
-        os.environ.clear()
-        os.environ.update(environment)
     validated = {_DATA: data or (None, None), **vars(args)}
     if args.use_layer_wise_distributed_optimizer and _SHARDED in words:
         validated["use_distributed_optimizer"] = True  # Megatron has renamed what our key set

@@ -219,12 +219,13 @@ def import_host() -> None:
 
 def _parse(command_line: list[str]) -> Any:
     """Megatron's parsed and validated arguments. Megatron also makes its log writers here."""
+    from unittest import mock
+
     from megatron.training.arguments import parse_and_validate_args
 
-    # Megatron reads only sys.argv.
-    before, sys.argv = sys.argv, [sys.argv[0], *command_line]
     try:
-        return parse_and_validate_args()
+        with mock.patch.object(sys, "argv", [sys.argv[0], *command_line]):  # Megatron reads no more
+            return parse_and_validate_args()
     except (AssertionError, ValueError) as error:
         raise arguments.refusal_of(error) from error
     except Exception as error:
@@ -236,8 +237,6 @@ def _parse(command_line: list[str]) -> Any:
             got=error,
             remedy="wandb login, or set tracking.wandb=offline or disabled",
         ) from None
-    finally:
-        sys.argv = before
 
 
 def model_config_of(megatron_args: Any) -> Any:
