@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.collectives import check_op
@@ -168,17 +167,10 @@ def check_supported(chunk: Any) -> None:
             "a model chunk cannot be attached to",
             expected="megatron.core.distributed.DistributedDataParallel",
             got=f"{type(chunk).__module__}.{type(chunk).__qualname__}",
-            remedy=_remedy_for(chunk),
+            remedy="attach after Megatron's DDP wrap; to PyTorch's own register the hook "
+            "megatron_sparse.ddp_hook (docs/ddp.md); FSDP2 and --use-megatron-fsdp or "
+            "--use-torch-fsdp2 have no such buckets: use DDP, Megatron's or PyTorch's own",
         )
-
-
-def _remedy_for(chunk: Any) -> str:
-    """What to do instead with a model that Megatron's DDP does not wrap, by its class."""
-    if isinstance(chunk, torch.nn.parallel.DistributedDataParallel):
-        return "register the hook for PyTorch's own DDP: megatron_sparse.ddp_hook, docs/ddp.md"
-    if isinstance(chunk, FSDPModule):
-        return "FSDP2 shards its gradients without buckets: use DDP, Megatron's or PyTorch's own"
-    return "attach after the DDP wrap, and without --use-megatron-fsdp and --use-torch-fsdp2"
 
 
 def _buckets(name: str, host: Any, parameters: _ChunkParameters, world_size: int) -> list[Bucket]:
