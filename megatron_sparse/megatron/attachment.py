@@ -115,11 +115,6 @@ class Attachment(HostState):
         """Every bucket, in Megatron's order."""
         return [bucket for group in self.groups for bucket in group.buckets]
 
-    def _buckets_of(self, key: int) -> list[Bucket]:
-        """The buckets of one reducer."""
-        groups = (group for group in self.groups if id(group.process_group) == key)
-        return [bucket for group in groups for bucket in group.buckets]
-
     @property
     def lines(self) -> list[str]:
         """What was chosen at the start and why: the level of compression, parameters' gathers."""
@@ -130,13 +125,14 @@ class Attachment(HostState):
 
         Dense and expert parameters have different groups.
         """
-        made: dict[int, GradientReducer] = {}
+        by_ranks: dict[int, list[GroupBuckets]] = {}
         for group in self.groups:
-            key = id(group.process_group)
-            if key in made:
-                continue
-            groups = self._transports.groups_of(group, self._buckets_of(key))
-            ranks = dist.get_process_group_ranks(group.process_group)
+            by_ranks.setdefault(id(group.process_group), []).append(group)
+        made: dict[int, GradientReducer] = {}
+        for key, of_ranks in by_ranks.items():
+            buckets = [bucket for group in of_ranks for bucket in group.buckets]
+            groups = self._transports.groups_of(of_ranks[0], buckets)
+            ranks = dist.get_process_group_ranks(of_ranks[0].process_group)
             writer = GradientDumpWriter.of(
                 self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
             )

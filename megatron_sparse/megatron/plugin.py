@@ -50,9 +50,6 @@ _HOOKED = (
     "load_checkpoint",
 )
 
-WIRE_RATIO = "comm/wire_ratio"
-TERA = 1e12
-
 _installed: Plugin | None = None
 
 
@@ -74,7 +71,6 @@ class Plugin:
         self.telemetry: RunTelemetry | None = None
         self._run_dir = run_dir
         self._resolved_config = resolved_config
-        self._chunks: list[Any] = []
         self._optimizer_bound = False
         self._saves_sharded = False  # whether a save that takes the plugin's state is running
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -90,18 +86,18 @@ class Plugin:
 
         Returns the chunks as they are.
         """
-        known = {id(chunk) for chunk in self._chunks}
-        if self.attachment is not None and any(id(chunk) not in known for chunk in chunks):
-            logger.warning(
-                "another model was built: detaching from the first one, whose residual is dropped, "
-                "and attaching to the new one"
-            )
-            self._end_run()
+        if self.attachment is not None:
+            known = map(id, self.attachment.chunks)
+            if not set(map(id, chunks)).issubset(known):
+                logger.warning(
+                    "another model was built: detaching from the first one, whose residual is "
+                    "dropped, and attaching to the new one"
+                )
+                self._end_run()
         if self.attachment is None:
             log_untested_megatron()
             self.telemetry = self._make_telemetry()
-            self.attachment = Attachment(chunks, self.config, self.telemetry, self._run_dir)
-            self._chunks = list(chunks)
+            self.attachment = Attachment(list(chunks), self.config, self.telemetry, self._run_dir)
         return chunks
 
     def close(self) -> None:
@@ -130,22 +126,21 @@ class Plugin:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
-        self._chunks = []
 
     def _make_telemetry(self) -> RunTelemetry:
         """Telemetry for the run's files and the dashboards that Megatron has opened here."""
         sinks: list[ScalarSink] = []
         if writer := get_tensorboard_writer():
             sinks.append(TensorBoardSink(writer))
+        config = self._resolved_config or dataclasses.asdict(self.config)
         if run := get_wandb_writer():
-            config = self._resolved_config or dataclasses.asdict(self.config)
             sinks.append(WandbSink(run, config))
         return RunTelemetry(
             self._run_dir,
             self.config.tracking,
             is_writer=_is_writer(),
             sinks=sinks,
-            resolved_config=self._resolved_config or dataclasses.asdict(self.config),
+            resolved_config=config,
             iterations=_arguments().train_iters,
             # A configuration comes from `megatron-sparse train`, which has locked the folder.
             locks=self._resolved_config is None,
@@ -207,7 +202,11 @@ class Plugin:
         assert self.attachment is not None
         loss = loss_dict.get("lm loss") if loss_dict else None
         iteration = _arguments().curr_iteration + 1
-        extra = {"learning_rate": learning_rate} | self._throughput(iteration_s)
+        # Operations are counted only where gradients are on a GPU.
+        on_gpu = any(bucket.grad_N.is_cuda for bucket in self.attachment.buckets)
+        operations_of = host.num_floating_point_operations if on_gpu else None
+        rates = throughput(_arguments(), get_num_microbatches(), iteration_s, operations_of)
+        extra = {"learning_rate": learning_rate} | rates
         if self.telemetry.samples(iteration):
             extra |= self._residual_scalars()
         breakdown = self.telemetry.end_iteration(
@@ -220,20 +219,9 @@ class Plugin:
         )
         if loss_dict and breakdown.wire_ratio is not None:
             # Megatron shows it in its log line, and writes it to the dashboards.
-            loss_dict[WIRE_RATIO] = torch.tensor(
+            loss_dict["comm/wire_ratio"] = torch.tensor(
                 [breakdown.wire_ratio], device=loss.device if loss is not None else None
             )
-
-    def _throughput(self, iteration_s: float) -> dict[str, float]:
-        """The rates of an iteration; operations are counted only where gradients are on a GPU."""
-        assert self.attachment is not None
-        on_gpu = any(bucket.grad_N.is_cuda for bucket in self.attachment.buckets)
-        return throughput(
-            _arguments(),
-            get_num_microbatches(),
-            iteration_s,
-            host.num_floating_point_operations if on_gpu else None,
-        )
 
     def _residual_scalars(self) -> dict[str, float]:
         """The residual's norm: reads the residual once, and the result on the host."""
@@ -335,7 +323,7 @@ def throughput(
     rates = {"tokens_per_s": samples * arguments.seq_length / iteration_s}
     if operations_of is not None:
         operations = operations_of(arguments, samples)
-        rates["model_tflop_per_s"] = operations / (iteration_s * arguments.world_size * TERA)
+        rates["model_tflop_per_s"] = operations / (iteration_s * arguments.world_size * 1e12)
     return rates
 
 
