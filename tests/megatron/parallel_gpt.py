@@ -159,12 +159,12 @@ class ParallelGPT:
 
     counted = SEQUENCE
 
-    def __init__(self, layout: Layout, seed: int = 7) -> None:
+    def __init__(self, layout: Layout) -> None:
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(7)
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
         self.layout = layout
         self.config = self._transformer_config()
         self.chunks = [self._chunk(stage) for stage in range(layout.virtual)]
@@ -392,9 +392,9 @@ class ParallelGPT:
         )
         return float(sum(loss["loss"] for loss in losses)) if losses else 0.0
 
-    def step(self, *, force_all_reduce: bool = False) -> float:
+    def step(self) -> float:
         """One training step; returns the loss summed over ranks and microbatches."""
-        loss = torch.tensor(self.gradients(force_all_reduce=force_all_reduce))
+        loss = torch.tensor(self.gradients())
         with uneven_all_gather() if self.layout.layer_wise else nullcontext():
             self.optimizer.step()
         dist.all_reduce(loss)

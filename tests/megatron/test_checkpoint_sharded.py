@@ -8,7 +8,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.errors import CheckpointError
-from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, add_rows, part_of_sum
+from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, part_of_sum
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.megatron.checkpoint_cases import loaded, save
 from tests.megatron.train_ranks import (
@@ -263,18 +263,6 @@ def test_parts_of_a_sum_do_not_depend_on_how_rows_are_cut(count):
         assert torch.equal(rows[-1], part_of_sum(total_P, _held(0, NUMEL, row, count)))
     assert torch.equal(torch.stack(rows).sum(0), total_P)
     assert (torch.stack(rows) != 0).sum() == NUMEL
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 5), (1, 3), (5, 1)])
-def test_every_row_is_taken_over_once(before, after):
-    taken = [old for row in range(after) for old in ResidualRow("rank", row, after).takes(before)]
-    assert sorted(taken) == list(range(before))
-
-
-def test_a_single_row_keeps_its_dtype():
-    row = torch.ones(2, dtype=torch.bfloat16)
-    assert add_rows([row]) is row
-    assert add_rows([row, row]).dtype == torch.float32
 
 
 def test_nodes_of_each_instance_have_rows_of_their_own(monkeypatch):

@@ -30,10 +30,6 @@ class Sum:
         if self._is_bad:
             raise WireFormatError("a bad record", expected="a good one", got="another")
 
-    def wait(self) -> None:
-        self.wait_until_queued()
-        self.confirm()
-
 
 class PlainOptimizer:
     """One of torch's."""

@@ -19,7 +19,6 @@ from tests.megatron.parallel_gpt import (
 )
 from tests.megatron.train_ranks import (
     equal,
-    in_each_layout,
     of_all_ranks,
     on_ranks,
     running,
@@ -157,7 +156,11 @@ def report(layout, **plugin):
 
 
 def _matrix(rank):
-    return in_each_layout(LAYOUTS, report)
+    found = {}
+    for name, layout in LAYOUTS.items():
+        with parallel_state_of(layout):
+            found[name] = report(layout)
+    return found
 
 
 @pytest.fixture(scope="module")

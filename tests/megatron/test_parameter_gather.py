@@ -3,6 +3,8 @@
 Lossy ones train like raw ones, and keep their masters in checkpoints.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -60,7 +62,7 @@ def _train(layout, parameters=None, steps=STEPS):
             seen.append(model.held())
             model.optimizer.step()
             if step == 1:
-                saved = [_state(chunk) for chunk in model.chunks]
+                saved = [deepcopy(chunk.state_dict()) for chunk in model.chunks]
             if step == LOADED:
                 # As an evaluation does, before other parameters are loaded: a second gather.
                 model.weights()
@@ -70,13 +72,6 @@ def _train(layout, parameters=None, steps=STEPS):
         seen.append(model.weights())
         memory = {} if run.attachment is None else run.attachment.memory_report()
     return {"losses": run.losses, "seen": seen, "records": run.records, "memory": memory}
-
-
-def _state(chunk):
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in chunk.state_dict().items()
-    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests import ranks
-from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
+from tests.megatron.parallel_gpt import Layout, ParallelGPT
 from tests.ranks import MEGATRON, run_ranks
 from tests.records import Kept
 from tests.waiting import DEADLINE_S
@@ -50,17 +50,6 @@ def of_all_ranks(value: Any) -> list[Any]:
     """The value of each rank, in rank order."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
-    return found
-
-
-def in_each_layout(
-    layouts: Mapping[str, Layout], report: Callable[[Layout], Any]
-) -> dict[str, Any]:
-    """Calls a function for each layout, in Megatron's process groups for it; by name."""
-    found = {}
-    for name, layout in layouts.items():
-        with parallel_state_of(layout):
-            found[name] = report(layout)
     return found
 
 
