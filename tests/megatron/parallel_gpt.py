@@ -1,8 +1,8 @@
 """A small GPT in any of Megatron's layouts: chunks, DDP wrap, schedule, optimizer and data.
 
 It trains as `megatron.training` does: `get_forward_backward_func` runs the microbatches, and its
-schedule calls `finalize_model_grads`. Built of megatron.core alone, so that many layouts fit into
-one launch of processes.
+schedule calls `finalize_model_grads`. Built without Megatron's command line, so that many layouts
+fit into one launch of processes.
 """
 
 import gc
@@ -167,7 +167,7 @@ class ParallelGPT:
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         self.layout = layout
         self.config = self._transformer_config()
-        self.chunks = [self._chunk(stage) for stage in range(layout.virtual)]
+        self.chunks = self._wrapped([self._model(stage) for stage in range(layout.virtual)])
         ddp_config = self.chunks[0].ddp_config
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -230,9 +230,8 @@ class ParallelGPT:
             **moe,
         )
 
-    def _chunk(self, stage: int) -> Any:
+    def _model(self, stage: int) -> Any:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.module import Float16Module
 
@@ -258,34 +257,27 @@ class ParallelGPT:
             parameter.requires_grad = layout.trained in name
         if layout.precision != "fp32":
             model = Float16Module(self.config, model)
+        return model
+
+    def _wrapped(self, models: list[Any]) -> list[Any]:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.training.training import wrap_model_chunks_with_ddp
+
+        layout, others = self.layout, len(models) - 1
         ddp_config = DistributedDataParallelConfig(
             bucket_size=8_000, num_distributed_optimizer_instances=layout.instances, **layout.ddp
         )
-        return DistributedDataParallel(
+        # Megatron cuts buckets on the first stage only, and of it the first chunk.
+        is_cut = ddp_config.overlap_grad_reduce and parallel_state.is_pipeline_first_stage()
+        return wrap_model_chunks_with_ddp(
+            models,
             self.config,
             ddp_config,
-            model,
-            disable_bucketing=stage > 0,
-            full_param_layout=self._layer_wise_layout(model, ddp_config),
-        )
-
-    def _layer_wise_layout(self, model: Any, ddp_config: Any) -> Any:
-        """As `megatron.training.training.wrap_model_chunks_with_ddp` makes it."""
-        from megatron.core import parallel_state
-        from megatron.core.optimizer.layer_wise_optimizer import (
-            LayerWiseDistributedOptimizer,
-            tag_params_for_buffer_routing,
-        )
-
-        if not self.layout.layer_wise or not ddp_config.use_distributed_optimizer:
-            return None
-        tag_params_for_buffer_routing([model])
-        return LayerWiseDistributedOptimizer.compute_full_param_layout(
-            list(model.parameters()),
-            ddp_config.bucket_size if ddp_config.overlap_grad_reduce else None,
-            parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            ddp_config,
-            expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+            use_layer_wise_distributed_optimizer=layout.layer_wise,
+            use_layer_wise_param_layout=ddp_config.use_distributed_optimizer,
+            bucket_sizes=[ddp_config.bucket_size if is_cut else None, *[None] * others],
+            disable_bucketing_per_chunk=[False, *[True] * others],
         )
 
     def _hybrid(self, first: bool, last: bool) -> Any:
