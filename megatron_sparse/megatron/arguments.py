@@ -278,24 +278,17 @@ def owner(flag: str, value: object) -> str | None:
 
 
 def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
-    """An error for each flag in the `megatron:` section that a key of ours owns; names the key.
-
-    Args:
-        megatron: the section.
-    """
-    found = []
-    for flag, value in megatron.items():
-        key = owner(flag, value)
-        if key is not None:
-            found.append(
-                ConfigError(
-                    f"megatron.{flag} is set by {key}",
-                    expected=f"the value in {key}",
-                    got=f"megatron.{flag}={value}",
-                    remedy=f"leave megatron.{flag} out and set {key}",
-                )
-            )
-    return found
+    """An error for each flag in the `megatron:` section that a key of ours owns; names the key."""
+    return [
+        ConfigError(
+            f"megatron.{flag} is set by {key}",
+            expected=f"the value in {key}",
+            got=f"megatron.{flag}={value}",
+            remedy=f"leave megatron.{flag} out and set {key}",
+        )
+        for flag, value in megatron.items()
+        if (key := owner(flag, value)) is not None
+    ]
 
 
 def refusal_of(error: Exception) -> ConfigError:

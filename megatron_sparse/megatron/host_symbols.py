@@ -82,10 +82,10 @@ def log_untested_megatron() -> None:
         logger.warning("megatron-core %s", untested)
 
 
-def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
-    """Checks every symbol, or those that `attach` or `install` needs. Imports megatron."""
+def find_host_symbols(needed_by: str = "install") -> list[HostSymbol]:
+    """Checks the symbols that `attach` or `install` needs. Imports megatron."""
     # `install` also needs all that `attach` does.
-    users = ("attach", "install") if needed_by in (None, "install") else (needed_by,)
+    users = ("attach", "install") if needed_by == "install" else ("attach",)
     return [
         HostSymbol(user, f"{module}.{attribute}", _problem(module, attribute, parameters))
         for user, module, attribute, parameters in _SYMBOLS

@@ -38,7 +38,6 @@ _NOT_FOLLOWED = {
 _OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
 _DATA = "data"
 """Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
-_SHARDED = "--use-distributed-optimizer"
 TITLE = "the megatron: section cannot be used"
 
 
@@ -203,7 +202,7 @@ def _validated(
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)
     validated = {_DATA: data or (None, None), **vars(args)}
-    if args.use_layer_wise_distributed_optimizer and _SHARDED in words:
+    if args.use_layer_wise_distributed_optimizer and "--use-distributed-optimizer" in words:
         validated["use_distributed_optimizer"] = True  # Megatron has renamed what our key set
     return validated
 

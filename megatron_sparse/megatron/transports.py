@@ -14,7 +14,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.level import LevelGroups
-from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
+from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 
@@ -71,7 +71,6 @@ class Transports:
             buckets: of all its bucket groups; with `planner.cluster` their prices choose the level.
         """
         config = self._config
-        ranks = dist.get_process_group_ranks(group.process_group)
         others = group.instances_group
         instance_count = 1 if others is None else dist.get_world_size(others)
         engine = config.scheme.nccl_engine
@@ -89,22 +88,17 @@ class Transports:
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
             return Groups(whole, level=level)
         instances = None if others is None else self.make(others)
-        level = None
-        if choice.level == NODE:
-            level = self._node_groups(ranks, choice, whole.rank)
-        return Groups(whole, instances, level)
-
-    def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
-        """Makes transports over a rank's node and over its lane, which has a rank of each node.
-
-        `ranks` are the group's global ranks; `rank` is this one's number among them.
-        """
-        node = [ranks[member] for member in choice.inside(rank)]
-        lane = [ranks[member] for member in choice.across(rank)]
+        if choice.level != NODE:
+            return Groups(whole, instances)
+        ranks = dist.get_process_group_ranks(group.process_group)
+        # This rank's node, and its lane, which has a rank of each node.
+        node, lane = (
+            [ranks[member] for member in members]
+            for members in (choice.inside(whole.rank), choice.across(whole.rank))
+        )
         # All ranks make their groups in this order.
-        inside = self.make(node)
-        across = self.make(lane, nccl_engine=self._config.scheme.nccl_engine)
-        return LevelGroups(inside, across)
+        inside, across = self.make(node), self.make(lane, nccl_engine=engine)
+        return Groups(whole, instances, LevelGroups(inside, across))
 
     def close(self, *, broken: bool) -> None:
         """See `ProcessGroupTransport.close`."""

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,46 +49,30 @@ def test_the_tested_versions_are_those_of_the_tests_and_of_the_page():
     assert Version(installed) >= Version(host_symbols.NEWEST_TESTED)
 
 
-def _without(monkeypatch, module_name, replacement):
-    real = host_symbols.import_module
+class Changed:
+    """A bucket group of another Megatron."""
 
-    def import_module(name):
-        if name == module_name:
-            if isinstance(replacement, Exception):
-                raise replacement
-            return replacement
-        return real(name)
-
-    monkeypatch.setattr(host_symbols, "import_module", import_module)
+    def start_grad_sync(self):
+        """Takes no force_all_reduce."""
 
 
-def test_a_megatron_without_bucket_groups_is_named(monkeypatch):
-    _without(monkeypatch, "megatron.core.distributed.param_and_grad_buffer", SimpleNamespace())
-    with pytest.raises(HostError) as caught:
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (SimpleNamespace(), "no attribute '_ParamAndGradBucketGroup'"),
+        (SimpleNamespace(_ParamAndGradBucketGroup=Changed), "without parameter force_all_reduce"),
+    ],
+)
+def test_what_a_megatron_lacks_is_named(monkeypatch, found, problem):
+    monkeypatch.setitem(sys.modules, "megatron.core.distributed.param_and_grad_buffer", found)
+    with pytest.raises(HostError, match=problem) as caught:
         host_symbols.require_host_symbols("attach")
     assert "_ParamAndGradBucketGroup.start_grad_sync" in str(caught.value)
     assert "megatron-core>=0.19" in str(caught.value)
 
 
-def test_a_changed_signature_is_named(monkeypatch):
-    class Changed:
-        def start_grad_sync(self):
-            """Takes no force_all_reduce."""
-
-        def finish_grad_sync(self):
-            """The original signature."""
-
-    _without(
-        monkeypatch,
-        "megatron.core.distributed.param_and_grad_buffer",
-        SimpleNamespace(_ParamAndGradBucketGroup=Changed),
-    )
-    with pytest.raises(HostError, match="without parameter force_all_reduce"):
-        host_symbols.require_host_symbols("attach")
-
-
 def test_without_the_training_loop_attach_still_works_and_install_says_what_is_missing(monkeypatch):
-    _without(monkeypatch, "megatron.training.training", ModuleNotFoundError("megatron.training"))
+    monkeypatch.setitem(sys.modules, "megatron.training.training", None)
     host_symbols.require_host_symbols("attach")
     with pytest.raises(HostError, match=r"megatron\.training\.training\.setup_model_and_optimizer"):
         host_symbols.require_host_symbols("install")
