@@ -35,7 +35,6 @@ from megatron_sparse.megatron.checkpoint_layout import (
     Saved,
     bucket_sizes,
     check_version,
-    data_place,
     row_layouts,
 )
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
@@ -159,13 +158,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    _, size = data_place(expert=False)  # of the data-parallel group
-    if saved.data_size != size:
-        lines.append(
-            f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "
-            "spread, their total is the same"
-        )
-    elif saved.rows is not None and saved.rows != row_layouts(attachment):
+    if saved.rows is not None and saved.rows != row_layouts(attachment):
         before, now = _in_words(saved.rows), _in_words(row_layouts(attachment))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "
@@ -182,5 +175,5 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
 
 
 def _in_words(rows: RowLayouts) -> str:
-    """For example `of 2 nodes (dense parameters)`."""
+    """For example `of 2 nodes (dense), of 4 ranks (expert)`."""
     return ", ".join(f"of {count} {level}s ({kind})" for kind, (level, count) in rows.items())

@@ -238,7 +238,8 @@ def test_another_data_parallel_size_preserves_the_total(saved, size):
         for mode in ("full", "sum"):
             rows = [rank[mode][0].get(name, torch.zeros_like(total)) for rank in moved]
             assert torch.equal(sum(rows[1:], rows[0]), total)
-    assert f"data-parallel size was 2 and is {size}" in "".join(moved[0]["full"][1])
+    said = f"of 2 ranks (dense) and are of {size} ranks (dense)"
+    assert said in "".join(moved[0]["full"][1])
 
 
 NUMEL = 11

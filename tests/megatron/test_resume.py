@@ -194,7 +194,7 @@ def test_a_checkpoint_resumes_with_one_rank_and_without_the_plugin(tmp_path):
     assert min(losses(alone)) == SAVED_AT + 1
     text = (tmp_path / "alone.log").read_text()
     assert "residuals restored from their sum" in text
-    assert "data-parallel size was 2 and is 1" in text
+    assert "of 2 ranks (dense) and are of 1 ranks (dense)" in text
     plain = train(tmp_path, "plain", "plugin=false", f"training.save_interval={ITERATIONS}", *load)
     assert not any("megatron_sparse" in name for name in saved_tensors(plain, ITERATIONS))
     assert any("megatron_sparse" in name for name in saved_tensors(alone, ITERATIONS))
