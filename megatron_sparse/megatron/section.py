@@ -89,7 +89,6 @@ def check(
     from megatron_sparse.megatron import training
 
     training.silence_known_noise()
-    training.import_host()
     parser = arguments.megatron_parser()
     # The folder is a placeholder: nothing is written.
     derived = arguments.derived_flags(
