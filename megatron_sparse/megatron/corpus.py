@@ -23,14 +23,12 @@ import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_sparse.errors import DatasetError
 from megatron_sparse.extras import installed_version, require
@@ -58,7 +56,6 @@ class Corpus:
     """A prepared corpus, as Megatron takes it.
 
     Attributes:
-        kind: `code` or `prose`.
         prefix: for `--data-path`: the path of the `.bin` and `.idx` without their suffix.
         vocab_size: for `--vocab-size`; every id is below it, and the last one ends each document.
         n_documents: documents in the dataset.
@@ -66,7 +63,6 @@ class Corpus:
         fingerprint: digest of all that decides the corpus's text and ids.
     """
 
-    kind: str
     prefix: Path
     vocab_size: int
     n_documents: int
@@ -74,21 +70,18 @@ class Corpus:
     fingerprint: str
 
 
-def prepare(
-    kind: Kind, out_dir: str | Path, vocab_size: int = 8192, progress: bool = True
-) -> Corpus:
+def prepare(kind: Kind, out_dir: str | Path, vocab_size: int = 8192) -> Corpus:
     """Makes the corpus in `out_dir`, unless the same corpus is there already.
 
     It is made in a temporary folder, which is renamed at the end, so an interrupted run leaves
-    `out_dir` unchanged. A corpus of other sources, kind or vocabulary is
-    replaced, together with the index cache that Megatron keeps inside it. Takes about 10 seconds
-    for code and 20 for prose.
+    `out_dir` unchanged. A corpus of other sources, kind or vocabulary is replaced, together with
+    the index cache that Megatron keeps inside it. Takes about 10 seconds for code and 20 for
+    prose, and shows its progress on stderr.
 
     Args:
         kind: `code` or `prose`.
         out_dir: folder of the corpus; made with its parents.
         vocab_size: number of token ids, the end of a document included.
-        progress: show progress bars on stderr.
 
     Raises:
         DatasetError: `kind` or `vocab_size` is refused, or `out_dir` holds something else.
@@ -109,13 +102,10 @@ def prepare(
 
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch,
-            _bars(progress) as bars,
-        ):
+        with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
             made = Path(scratch) / "new"
             made.mkdir()
-            _make(kind, vocab_size, fingerprint, made, bars)
+            _make(kind, vocab_size, fingerprint, made)
             if out_dir.exists():
                 out_dir.rename(Path(scratch) / "old")
             made.rename(out_dir)
@@ -141,7 +131,7 @@ def load(out_dir: str | Path) -> Corpus:
     remedy = f"make it: {_COMMAND} --kind code|prose --output {out_dir}"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        names = ("kind", "vocab_size", "n_documents", "n_tokens", "fingerprint")
+        names = ("vocab_size", "n_documents", "n_tokens", "fingerprint")
         fields = {name: manifest[name] for name in names}
         digests = {name: manifest["files"][name] for name in _FILES}
     except FileNotFoundError:
@@ -191,22 +181,19 @@ def _check_replaceable(out_dir: Path) -> None:
         )
 
 
-def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path, bars: Progress) -> None:
+def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path) -> None:
     """Writes dataset, tokenizer and manifest into `folder`."""
-
-    def track(items: Iterable[Any], label: str) -> Iterable[Any]:
-        return bars.track(list(items), description=label)
 
     def hash_of_name(document: corpus_text.Document) -> bytes:
         return hashlib.sha256(document[0].encode()).digest()
 
     read = corpus_text.code if kind == "code" else corpus_text.prose
     # In the order of hashes, so that each part of the split sees every source.
-    texts = [text for _, text in sorted(read(track), key=hash_of_name)]
+    texts = [text for _, text in sorted(read(), key=hash_of_name)]
 
-    tokenizer = _train_tokenizer(texts, vocab_size, bars)
+    tokenizer = _train_tokenizer(texts, vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
-    n_tokens = _write_dataset(texts, tokenizer, vocab_size, folder / "text", bars)
+    n_tokens = _write_dataset(texts, tokenizer, vocab_size, folder / "text")
     manifest = {
         "kind": kind,
         "vocab_size": vocab_size,
@@ -219,7 +206,7 @@ def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path, bars: Pro
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
 
 
-def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Tokenizer:
+def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE; the end of a document is its last id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -231,11 +218,10 @@ def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Token
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    task = bars.add_task("train the BPE", total=None)  # the trainer reports no progress
-    tokenizer.train_from_iterator(texts, trainer)
+    with Console(stderr=True).status("train the BPE"):  # the trainer reports no progress
+        tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([EOD_TOKEN])
     tokenizer.encode_special_tokens = True  # this token's text inside a document is no end
-    bars.update(task, total=1, completed=1)
     if tokenizer.token_to_id(EOD_TOKEN) != vocab_size - 1:
         raise DatasetError(
             "the text is too short for this vocabulary",
@@ -246,9 +232,7 @@ def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Token
     return tokenizer
 
 
-def _write_dataset(
-    texts: list[str], tokenizer: Tokenizer, vocab_size: int, prefix: Path, bars: Progress
-) -> int:
+def _write_dataset(texts: list[str], tokenizer: Tokenizer, vocab_size: int, prefix: Path) -> int:
     """Writes `prefix`.bin and .idx, one document for each text; returns the number of tokens."""
     import torch
 
@@ -257,14 +241,12 @@ def _write_dataset(
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
-    task = bars.add_task("encode", total=len(texts))
     n_tokens = 0
-    for batch in batched(texts, _BATCH):
+    for batch in corpus_text.shown(batched(texts, _BATCH), "encode"):
         for encoding in tokenizer.encode_batch_fast(list(batch)):
             ids = [*encoding.ids, vocab_size - 1]
             builder.add_document(torch.tensor(ids), [len(ids)])
             n_tokens += len(ids)
-        bars.advance(task, len(batch))
     builder.finalize(f"{prefix}.idx")
     return n_tokens
 
@@ -278,14 +260,3 @@ def _fingerprint(kind: Kind, vocab_size: int) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _bars(progress: bool) -> Progress:
-    """The progress bars on stderr; they show nothing without `progress`."""
-    return Progress(
-        TextColumn("  {task.description:<26}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not progress,
-    )

@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 type Document = tuple[str, str]
 """Name and text."""
 
 type Source = tuple[str, Callable[[], list[str]]]
 """Name, and what reads its texts: only when its turn comes, for the progress to be true."""
-
-type Track = Callable[[Iterable[Any], str], Iterable[Any]]
-"""Passes a list through and shows its progress: `track(items, description)`."""
 
 _REVISION = 1  # raise it when the same sources would give another corpus
 _MIN_DOCUMENT_CHARS = 200
@@ -50,20 +50,25 @@ _PROSE_FOLDERS = {
 }
 
 
-def code(track: Track) -> Iterator[Document]:
+def shown[T](items: Iterable[T], label: str) -> Iterable[T]:
+    """Passes items through, and shows on stderr how many are done."""
+    return track(list(items), f"  {label:<26}", console=Console(stderr=True))
+
+
+def code() -> Iterator[Document]:
     """The standard library's modules as they are; data tables written as Python are left out."""
     root = _stdlib()
-    for path in track(_python_files(root), "read the standard library"):
+    for path in shown(_python_files(root), "read the standard library"):
         name = path.relative_to(root).as_posix()
         text = path.read_text("utf-8", errors="replace")
         if len(text) >= _MIN_DOCUMENT_CHARS and not name.startswith(_NOT_CODE):
             yield name, text
 
 
-def prose(track: Track) -> Iterator[Document]:
+def prose() -> Iterator[Document]:
     """Paragraphs of English, each only once; one document for each file."""
     seen: set[bytes] = set()
-    for name, read in track(_prose_sources(), "read documentation"):
+    for name, read in shown(_prose_sources(), "read documentation"):
         kept = []
         for text in read():
             for paragraph in paragraphs(text):

@@ -23,7 +23,7 @@ def losses(tmp_path_factory):
     """Final validation loss and wire ratio at the target, by setting."""
     every = corpus_text.code
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_text, "code", lambda progress: islice(every(progress), DOCUMENTS))
+        patch.setattr(corpus_text, "code", lambda: islice(every(), DOCUMENTS))
         study = ConvergenceOptions(
             models=["starcoder"],
             settings=[DENSE, TOPK1],

@@ -39,13 +39,13 @@ DOCUMENTS = [
 def small(monkeypatch: pytest.MonkeyPatch) -> Documents:
     """Replaces the standard library by DOCUMENTS; the list that is returned is read each time."""
     documents = list(DOCUMENTS)
-    monkeypatch.setattr(corpus_text, "code", lambda track: iter(track(documents, "documents")))
+    monkeypatch.setattr(corpus_text, "code", lambda: iter(documents))
     monkeypatch.setattr(corpus_text, "fingerprint", lambda kind: f"{kind} {documents}")
     return documents
 
 
 def prepare(folder: Path, vocab_size: int = 512) -> corpus.Corpus:
-    return corpus.prepare("code", folder, vocab_size, progress=False)
+    return corpus.prepare("code", folder, vocab_size)
 
 
 def test_megatron_reads_back_every_document(tmp_path: Path, small: Documents) -> None:
@@ -75,8 +75,8 @@ def test_same_sources_give_the_same_bytes_in_another_process(tmp_path: Path) -> 
     script = (
         "import sys, json; from megatron_sparse.megatron import corpus, corpus_text\n"
         "documents = json.load(sys.stdin)\n"
-        "corpus_text.code = lambda track: iter(track(documents, ''))\n"
-        "corpus.prepare('code', sys.argv[1], 512, progress=False)\n"
+        "corpus_text.code = lambda: iter(documents)\n"
+        "corpus.prepare('code', sys.argv[1], 512)\n"
     )
     for seed in ("1", "2"):
         subprocess.run(
@@ -181,7 +181,7 @@ def test_refusals(
     tmp_path: Path, small: Documents, kind: str, vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DatasetError, match=message):
-        corpus.prepare(kind, tmp_path / "code", vocab_size, progress=False)  # type: ignore[arg-type]
+        corpus.prepare(kind, tmp_path / "code", vocab_size)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,7 +215,7 @@ def test_paragraphs_keep_english_and_drop_the_rest() -> None:
 
 
 def test_real_code_is_the_standard_library() -> None:
-    documents = dict(corpus_text.code(lambda items, _: items))
+    documents = dict(corpus_text.code())
     assert "def dumps(" in documents["json/__init__.py"]
     assert not any("test" in Path(name).parts for name in documents)
     # 11 MB in Python 3.12; the smallest distributions leave a few modules out.
@@ -225,7 +225,7 @@ def test_real_code_is_the_standard_library() -> None:
 def test_real_prose_is_english_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     """One package beside the standard library, to be quick; the others are read the same way."""
     monkeypatch.setattr(corpus_text, "_PROSE_FOLDERS", {"numpy": ("numpy",), "absent": ("absent",)})
-    documents = dict(corpus_text.prose(lambda items, _: items))
+    documents = dict(corpus_text.prose())
     paragraphs = [p for text in documents.values() for p in text.split("\n\n")]
     assert len(paragraphs) == len(set(paragraphs))
     assert sum(map(len, paragraphs)) > 1e6
