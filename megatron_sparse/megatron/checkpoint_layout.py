@@ -283,17 +283,6 @@ def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
                 yield HeldSlice(part, piece, numels[piece.name], group.expert, row)
 
 
-def saved_slices(attachment: Attachment) -> Iterator[tuple[HeldSlice, torch.Tensor]]:
-    """What this rank saves with `residual_checkpoint=full`: slices and their values [M].
-
-    Values are views. Buckets that were never pruned have none.
-    """
-    for held in held_slices(attachment):
-        values_N = attachment.residuals.settled(held.bucket)
-        if values_N is not None:
-            yield held, values_N[held.piece.start : held.piece.stop]
-
-
 def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch.Tensor]]:
     """The whole parameters that this rank saves with `residual_checkpoint=sum`.
 
@@ -328,13 +317,6 @@ def data_parallel_group(expert: bool) -> dist.ProcessGroup:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of its own"
     return group
-
-
-def add_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of rows, in fp32; a single row unchanged, in its own dtype."""
-    if len(rows) == 1:
-        return rows[0]
-    return torch.stack([row.float() for row in rows]).sum(0)
 
 
 def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:

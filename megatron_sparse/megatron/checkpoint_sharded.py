@@ -15,7 +15,7 @@ rank writes the part that it owns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import check_size
@@ -34,7 +33,6 @@ from megatron_sparse.megatron.checkpoint_layout import (
     VERSION,
     HeldSlice,
     Saved,
-    add_rows,
     bucket_sizes,
     check_layers,
     check_sizes,
@@ -48,7 +46,6 @@ from megatron_sparse.megatron.checkpoint_layout import (
     model_sizes,
     part_of_sum,
     row_layouts,
-    saved_slices,
     summed_parameters,
 )
 from megatron_sparse.megatron.parameter_masters import saved_parts
@@ -91,7 +88,11 @@ def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTen
     """What this rank saves of residuals, by label: slices of tables of rows, or whole sums."""
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
-        for held, view_M in saved_slices(attachment):
+        for held in held_slices(attachment):
+            values_N = attachment.residuals.settled(held.bucket)
+            if values_N is None:  # a bucket that was never pruned
+                continue
+            view_M = values_N[held.piece.start : held.piece.stop]
             # Asynchronous writers copy GPU memory at once, but may read host memory later.
             values_M = view_M.clone() if view_M.device.type == "cpu" else view_M
             name, start = held.key
@@ -172,42 +173,35 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
 
 
 def _taken_over(held: HeldSlice, rows: list[torch.Tensor], mode: str) -> torch.Tensor:
-    """A slice's residual [M]: the sum of saved rows, or the slice's part of a saved sum.
+    """A slice's residual [M]: the sum of saved rows in fp32, or the slice's part of a saved sum.
 
     A slice that takes no row over is zero, but exists: all ranks save the same parameters.
     """
-    value_M = add_rows(rows) if rows else torch.zeros(held.piece.numel)
+    if len(rows) == 1:
+        value_M = rows[0]  # unchanged, in its own dtype
+    elif rows:
+        value_M = torch.stack([row.float() for row in rows]).sum(0)
+    else:
+        value_M = torch.zeros(held.piece.numel)
     return part_of_sum(value_M, held) if mode == "sum" else value_M
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a checkpoint, or an object, which has no shape."""
-
-    key: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+type _Entries = dict[str, Any]
+"""By key torch's metadata of a tensor, or of an object, which has neither size nor dtype."""
 
 
-def _entries(checkpoint: Path) -> dict[str, _Entry]:
+def _entries(checkpoint: Path) -> _Entries:
     """The plugin's entries in the checkpoint.
 
     Megatron's own function for this makes a tensor from every entry's properties, and fails with
     torch 2.15, which has one property more.
     """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    entries: dict[str, _Entry] = {}
-    for key, entry in stored.items():
-        if not key.startswith(f"{PREFIX}."):
-            continue
-        entries[key] = _Entry(key)
-        if isinstance(entry, TensorStorageMetadata):
-            entries[key] = _Entry(key, tuple(entry.size), entry.properties.dtype)
-    return entries
+    return {key: entry for key, entry in stored.items() if key.startswith(f"{PREFIX}.")}
 
 
 def _residual_requests(
-    attachment: Attachment, found: dict[str, _Entry], mode: str
+    attachment: Attachment, found: _Entries, mode: str
 ) -> Iterator[tuple[str, tuple[HeldSlice, dict[str, ShardedTensor]]]]:
     """The slices that this rank reads: label, and (slice, requests for its saved rows by number).
 
@@ -216,25 +210,25 @@ def _residual_requests(
     """
     for held in held_slices(attachment):
         name, start = held.key
-        entry = found.get(f"{_kind_key(RESIDUAL, held.expert)}{name}")
-        if entry is not None:
-            check_size(name, entry.shape[-1], held.whole_numel)  # [-1]: elements, not rows
-            rows = {str(i): row for i, row in enumerate(_row_requests(entry, held, mode))}
+        key = f"{_kind_key(RESIDUAL, held.expert)}{name}"
+        if key in found:
+            check_size(name, found[key].size[-1], held.whole_numel)  # [-1]: elements, not rows
+            rows = {str(i): row for i, row in enumerate(_row_requests(key, found, held, mode))}
             yield f"{RESIDUAL}.{name}.{start}", (held, rows)
 
 
-def _row_requests(entry: _Entry, held: HeldSlice, mode: str) -> Iterator[ShardedTensor]:
+def _row_requests(key: str, found: _Entries, held: HeldSlice, mode: str) -> Iterator[ShardedTensor]:
     """The requests for the rows that a slice takes over, or for its part of the sum."""
     numel, offset = held.piece.numel, held.piece.offset
+    whole, dtype = tuple(found[key].size), found[key].properties.dtype
     if mode == "sum":
-        yield _part(entry.key, torch.empty(numel, dtype=entry.dtype), entry.shape, (offset,))
+        yield _part(key, torch.empty(numel, dtype=dtype), whole, (offset,))
         return
-    for row in held.row.takes(entry.shape[0]):
-        empty = torch.empty((1, numel), dtype=entry.dtype)
-        yield _part(entry.key, empty, entry.shape, (row, offset))
+    for row in held.row.takes(whole[0]):
+        yield _part(key, torch.empty((1, numel), dtype=dtype), whole, (row, offset))
 
 
-def _unknown(attachment: Attachment, found: dict[str, _Entry]) -> set[str]:
+def _unknown(attachment: Attachment, found: _Entries) -> set[str]:
     """Saved parameters that this run does not have."""
     known = model_parameters(attachment)
     unknown = set()
@@ -246,17 +240,18 @@ def _unknown(attachment: Attachment, found: dict[str, _Entry]) -> set[str]:
 
 
 def _master_requests(
-    attachment: Attachment, found: dict[str, _Entry]
+    attachment: Attachment, found: _Entries
 ) -> Iterator[tuple[tuple[str, int], ShardedTensor]]:
     """This rank's parts of the stored masters, by parameter and first element."""
     for lossy in attachment.parameters.lossy:
         for piece in lossy.pieces:
-            entry = found.get(f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}")
-            if entry is not None and entry.shape == (_whole_numel(lossy.bucket, piece.name),):
+            key = f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}"
+            whole = (_whole_numel(lossy.bucket, piece.name),)
+            if key in found and tuple(found[key].size) == whole:
                 # What no rank has written stays NaN.
-                empty = torch.full((piece.numel,), torch.nan, dtype=entry.dtype)
-                request = _part(entry.key, empty, entry.shape, (piece.offset,))
-                yield (piece.name, piece.offset), request
+                dtype = found[key].properties.dtype
+                empty = torch.full((piece.numel,), torch.nan, dtype=dtype)
+                yield (piece.name, piece.offset), _part(key, empty, whole, (piece.offset,))
 
 
 def _whole_numel(bucket: Bucket, name: str) -> int:

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(rank, saved):
 
     def longer(checkpoint):
         return {
-            key: replace(entry, shape=(*entry.shape[:-1], entry.shape[-1] + 1))
+            key: replace(entry, size=(*entry.size[:-1], entry.size[-1] + 1))
             if ".residual." in key
             else entry
             for key, entry in entries(checkpoint).items()
