@@ -30,7 +30,6 @@ class Setting:
     bf16: bool = False
     fp32_accumulation: bool = False
     force_all_reduce: bool = False
-    finalize: bool = False
 
 
 def settings() -> list[Setting]:
@@ -40,10 +39,6 @@ def settings() -> list[Setting]:
         for average, distributed, overlap, bucket_size, bf16, force in itertools.product(
             (False, True), (False, True), (False, True), (None, SMALL_BUCKETS), *[(False, True)] * 2
         )
-    ]
-    cases += [
-        Setting(average, distributed, overlap, SMALL_BUCKETS, finalize=True)
-        for average, distributed, overlap in itertools.product((False, True), repeat=3)
     ]
     # Last: Megatron then replaces its reduce-scatter for the whole process.
     cases += [
@@ -77,8 +72,6 @@ def _model(setting: Setting) -> Any:
 
 def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
     """One synchronisation of random gradients; the buffers before its end and after."""
-    from megatron.core.distributed import finalize_model_grads
-
     for number, buffer in enumerate(model.buffers):
         generator = torch.Generator().manual_seed(10 * seed + number)
         buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator))
@@ -88,10 +81,7 @@ def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
         for group in groups:
             for parameter in group.params:
                 group.register_grad_ready(parameter, force_all_reduce=force)
-    if setting.finalize:
-        finalize_model_grads([model])
-    else:
-        model.finish_grad_sync(force_all_reduce=force)
+    model.finish_grad_sync(force_all_reduce=force)
     found = [buffer.grad_data.clone() for buffer in model.buffers]
     for group in groups:
         group.reset()

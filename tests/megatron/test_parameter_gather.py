@@ -10,6 +10,7 @@ import torch
 
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.megatron.optimizer_step import UPDATE, parts_of
 from tests.megatron.checkpoint_cases import save
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, ParallelGPT, parallel_state_of
 from tests.megatron.train_ranks import equal, logged, of_all_ranks, on_ranks, running
@@ -186,6 +187,8 @@ def test_lossy_trains_like_raw_and_sends_an_eighth(rank, name):
             with _running(layout, parameters) as run:
                 losses.append([_step(run.model) for _ in range(STEPS)])
                 kept = run.attachment.memory_report().get("parameters", 0)
+    optimizers = [run.model.optimizer, *parts_of(run.model.optimizer)]
+    assert not any(UPDATE in vars(each) for each in optimizers), "detached"
     raw, lossy = losses
     assert lossy[0] == raw[0]
     assert lossy[1:] != raw[1:], "nothing was withheld"

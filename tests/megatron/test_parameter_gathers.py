@@ -161,14 +161,6 @@ def _bucket(rank):
     return LossyBucket(cast(Any, None), bucket, cast(Any, gather))
 
 
-def test_pieces_of_a_shard():
-    def pieces(rank):
-        return [(p.name, p.offset, p.start, p.stop - p.start) for p in _bucket(rank).pieces]
-
-    assert pieces(0) == [("a", 0, 10, 30), ("b", 0, 48, 2)]
-    assert pieces(1) == [("b", 2, 0, 50)]
-
-
 def test_a_master_is_put_together_and_padding_stays():
     parts = {("a", 0): torch.full((30,), -1.0), ("b", 0): torch.full((2,), -3.0)}
     (master,) = masters_from([_bucket(0)], parts) or [None]
@@ -214,40 +206,3 @@ def test_parameters_that_the_optimizer_keeps_elsewhere(monkeypatch):
     ):
         found = masters_elsewhere(group, optimizer_spans(other))
         assert found == "the optimizer keeps parameters outside of the gathered buffer"
-
-
-class Watched:
-    """A gather that writes down what it is told."""
-
-    def __init__(self, values, told):
-        self.own_shard, self.told = values, told
-
-    def begin_step(self):
-        self.told.append(("begin", self.own_shard.numel()))
-
-    def end_step(self, *, accepted):
-        self.told.append(("end", self.own_shard.numel(), accepted))
-
-
-def test_each_update_of_a_chain_tells_the_gathers_that_it_concerns():
-    told: list[Any] = []
-    values = torch.zeros(100)
-    shards = values[:20], values[20:50], values[50:]
-    buckets = [
-        LossyBucket(cast(Any, None), cast(Any, None), cast(Any, Watched(shard, told)))
-        for shard in shards
-    ]
-    one, two = _optimizer(values[2:5], values[20:30]), _optimizer(values[60:70])
-    one.step_with_ready_grads = lambda: told.append("one") or True
-    two.step_with_ready_grads = lambda: told.append("two")  # not accepted
-    originals = one.step_with_ready_grads, two.step_with_ready_grads
-    watched = parameter_masters.WatchedUpdates(buckets, _chain(one, two))
-    assert one.step_with_ready_grads() is True
-    assert not two.step_with_ready_grads()
-    assert told == [
-        *[("begin", 20), ("begin", 30), "one", ("end", 20, True), ("end", 30, True)],
-        *[("begin", 50), "two", ("end", 50, False)],
-    ]
-    assert (one.step_with_ready_grads, two.step_with_ready_grads) != originals
-    watched.close()
-    assert (one.step_with_ready_grads, two.step_with_ready_grads) == originals
