@@ -22,12 +22,13 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.bucket_group import TimedHandle
 from megatron_sparse.megatron.buckets import GroupBuckets, device_of
+from megatron_sparse.megatron.optimizer_step import WrappedMethod
 from megatron_sparse.megatron.parameter_masters import (
     MASTERS_ELSEWHERE,
     LossyBucket,
-    WatchedUpdates,
     masters_elsewhere,
     optimizer_spans,
+    watch_updates,
 )
 from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.choice import GatherChooser
@@ -65,7 +66,7 @@ class ParameterGathers:
         # By `id` of the group, which the attachment holds.
         self._compressed: dict[int, list[ShardGather]] = {}
         self._hooks: list[Any] = []
-        self._updates: WatchedUpdates | None = None
+        self._updates: list[WrappedMethod] = []
 
     def plan(
         self,
@@ -113,7 +114,7 @@ class ParameterGathers:
                 asked[key] = choosers[key]
                 self._make_gathers(group, choosers[key], reducer_of(group).transport, progress)
         self._follow_loads(chunks)
-        self._updates = WatchedUpdates(self.lossy, optimizer)
+        self._updates = watch_updates(self.lossy, optimizer)
         explained = [chooser.explain() for chooser in asked.values()]
         different_reasons = dict.fromkeys(reasons)
         explained += [f"raw, {reason}" for reason in different_reasons if reason not in SILENT]
@@ -220,11 +221,10 @@ class ParameterGathers:
 
     def close(self) -> None:
         """Removes the hooks from the model and the optimizer."""
-        if self._updates is not None:
-            self._updates.close()
+        for update in self._updates:
+            update.close()
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
 
 
 def _parameter_buffers(group: GroupBuckets) -> Iterator[tuple[Bucket, torch.Tensor]]:

@@ -95,31 +95,22 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
     return masters
 
 
-class WatchedUpdates:
-    """Tells lossy gathers when the optimizer changes their shards, until `close`.
+def watch_updates(buckets: Sequence[LossyBucket], optimizer: Any) -> list[WrappedMethod]:
+    """Tells lossy gathers when the optimizer changes their shards, until the wraps are closed.
 
     Args:
         buckets: the lossy ones.
         optimizer: Megatron's, chained or not.
     """
-
-    def __init__(self, buckets: Sequence[LossyBucket], optimizer: Any) -> None:
-        self._watched = []
-        if not buckets:
-            return
-        for link in chain_of(optimizer):
-            spans = optimizer_spans(link)
-            # Only the gathers of buckets that this optimizer of the chain changes.
-            gathers = [bucket.gather for bucket in buckets]
-            gathers = [gather for gather in gathers if _elements_in(gather.own_shard, spans)]
-            if gathers:
-                self._watched.append(WrappedMethod(link, UPDATE, _watched(gathers)))
-
-    def close(self) -> None:
-        """Restores the optimizers' own methods."""
-        for wrapped in self._watched:
-            wrapped.close()
-        self._watched.clear()
+    wrapped = []
+    for link in chain_of(optimizer) if buckets else ():
+        spans = optimizer_spans(link)
+        # Only the gathers of buckets that this optimizer of the chain changes.
+        gathers = [bucket.gather for bucket in buckets]
+        gathers = [gather for gather in gathers if _elements_in(gather.own_shard, spans)]
+        if gathers:
+            wrapped.append(WrappedMethod(link, UPDATE, _watched(gathers)))
+    return wrapped
 
 
 def _watched(gathers: Sequence[LossyGather]) -> Callable[..., bool]:
