@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
+from megatron_sparse.megatron import checkpoint_folder
 from tests.megatron.train_ranks import logged
 
 
@@ -36,7 +37,8 @@ def loaded(folder, running, level=logging.INFO):
 
 def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     """All tensors of a run's distributed checkpoint: weights, optimizer state and residuals."""
-    reader = torch_checkpoint.FileSystemReader(_folder(run, iteration))
+    folder = checkpoint_folder.checkpoint(run / "checkpoints", iteration)
+    reader = torch_checkpoint.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -45,7 +47,3 @@ def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     }
     torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
     return state
-
-
-def _folder(run: Path, iteration: int) -> Path:
-    return run / f"checkpoints/iter_{iteration:07d}"
