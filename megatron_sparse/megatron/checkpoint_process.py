@@ -37,8 +37,9 @@ def end_with_rank() -> None:
             if hasattr(async_utils, name):
                 _let_writers_end(getattr(async_utils, name))
     original = getattr(host, "get_write_results_queue", None)
-    is_known = original is not None and hasattr(host, "_results_queue")
-    if not is_known or hasattr(original, _MARK):  # the mark: it is wrapped already
+    if original is None or not hasattr(host, "_results_queue"):  # not as in known releases
+        return
+    if hasattr(original, _MARK):  # it is wrapped already
         return
 
     @functools.wraps(original)

@@ -71,7 +71,7 @@ def _model(setting: Setting) -> Any:
 
 
 def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
-    """One synchronisation of random gradients; the buffers before its end and after."""
+    """Synchronises random gradients once; returns the buffers."""
     for number, buffer in enumerate(model.buffers):
         generator = torch.Generator().manual_seed(10 * seed + number)
         buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator))

@@ -26,25 +26,23 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS = 3
 """Warm-up, ramp and target. Undo copies are made in the second step."""
 OPTIONS = AT_TARGET | {
+    "scheme": "direct",
+    "capacity": 1.5,
     "density": 0.05,
     "samples": 20_000,
     # `auto` keeps shards, or none, by measured times.
     "parameters": ParametersConfig(method="raw"),
 }
 PLUGINS: dict[str, dict[str, Any]] = {
-    "sizes exchanged": {"scheme": "direct", "capacity": None},
-    "fixed sizes": {"scheme": "direct", "capacity": 1.5},
-    "whole messages": {"scheme": "agsparse", "capacity": 1.5},
-    "undo": {"scheme": "direct", "capacity": 1.5, "undo": "always"},
-    "bf16": {"scheme": "direct", "capacity": 1.5, "residual_dtype": "bf16", "wire_dtype": "bf16"},
-    "ramp": {"scheme": "direct", "capacity": 1.5, "warmup_iters": 1, "ramp_iters": 1},
-    "narrow warm-up": {
-        "scheme": "direct",
-        "capacity": 1.5,
-        "wire_dtype": "bf16",
-        "warmup_iters": 1,
-    },
+    "sizes exchanged": {"capacity": None},
+    "fixed sizes": {},
+    "whole messages": {"scheme": "agsparse"},
+    "undo": {"undo": "always"},
+    "bf16": {"residual_dtype": "bf16", "wire_dtype": "bf16"},
+    "ramp": {"warmup_iters": 1, "ramp_iters": 1},
+    "narrow warm-up": {"wire_dtype": "bf16", "warmup_iters": 1},
 }
+"""What each changes of `OPTIONS`."""
 SMALL = 0.01
 """The part of thresholds, keys and cuts of dense steps, which the account leaves out."""
 
@@ -133,7 +131,7 @@ def test_buckets_are_predicted_as_megatron_makes_them(rank: int) -> None:
     """Sizes, cuts and kept parameters, from the configuration of a run alone."""
     for overlap, distributed in CUTS:
         setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-        with running(setting, **OPTIONS, scheme="direct") as run:
+        with running(setting, **OPTIONS) as run:
             made = [_shape(bucket) for bucket in run.attachment.buckets]
         config = RunConfig(
             model=ModelConfig(
