@@ -95,11 +95,12 @@ def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> to
 
 
 def prune(
-    grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int
+    grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, first_index: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The new gradient, the new residual and the non-zero counts; mutates nothing.
 
-    Args and dtypes are those of `cuda_ext.ops.prune_`.
+    Args and dtypes are those of `cuda_ext.ops.prune_`; `first_index` is the index in the bucket of
+    element 0, for looking at a part of one.
     """
     residual_N, range_offsets, key = pruning.residual_N, pruning.range_offsets, pruning.key
     lengths = range_offsets.diff()
@@ -111,7 +112,7 @@ def prune(
     x_N = grad_N.float() + residual_N.float()
     drop = x_N.abs() <= threshold_N
     finite = x_N.isfinite()
-    index_N = torch.arange(grad_N.numel())
+    index_N = torch.arange(grad_N.numel()) + first_index
     if pruning.tie_chances_R is not None:
         chance_N = torch.repeat_interleave(pruning.tie_chances_R, lengths).double()
         drawn = (counter_hash(key, DRAW_TIE, index_N) >> 8).double() / 2**24 < chance_N

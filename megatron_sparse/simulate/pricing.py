@@ -41,6 +41,7 @@ SECTOR_BYTES = 32
 """The least bytes that a GPU moves for one scattered element."""
 _WRITE_ONLY = ("copy_", "zero_", "fill_")
 _RESIDUAL = 10  # of the arguments of `prune_encode`
+_FRESH = 6  # of those of `decode_`
 _FREE = ("empty", "detach", "lift_fresh", "resize_")
 
 
@@ -93,12 +94,9 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         sizes_S = result[STATUS_WORDS:].view(2, -1)[0]  # the records' counts follow their sizes
         updated = args[_RESIDUAL].nbytes if codec_name == "prune_encode" else 0
         return args[0].nbytes + 2.0 * updated + float(sizes_S.sum())
-    # The seventh argument is `fresh`; args lacks arguments that have their default.
-    if codec_name == "decode_add_":
-        return _added_bytes(*args[:2], fresh=args[6:7] == (True,))
-    if codec_name == "decode_sum_":
+    if codec_name == "decode_":
         # As one message after the other, as the cost models have it.
-        added, fresh = 0.0, args[6:7] != (False,)
+        added, fresh = 0.0, args[_FRESH]
         for records in args[1]:
             added += _added_bytes(args[0], records, fresh=fresh)
             fresh = False  # only the first message overwrites the sum
