@@ -187,7 +187,7 @@ class PricedPlanner(Planner):
         if state is None or not state.fits(bucket, nodes):
             if state is not None and self._logs:
                 logger.warning(
-                    "bucket %s is planned anew: the saved plan is of another size or group",
+                    "bucket %s is planned anew: its plan is of another size, operation or group",
                     bucket.name,
                 )
             state = self._states[bucket.name] = BucketState.of(bucket, nodes)
@@ -264,7 +264,7 @@ class PricedPlanner(Planner):
             ) from error
         if not has_same_basis:
             if self._logs:
-                logger.warning("the planner's settings have changed: all buckets are planned anew")
+                logger.warning("the cluster or settings have changed: all buckets are planned anew")
             for name, kept in self._states.items():
                 undecided = {"chosen": None, "reason": "", "predicted_us": {}, "hopeless": False}
                 self._states[name] = replace(kept, **undecided)

@@ -66,6 +66,11 @@ class TestFile:
                 "seconds_per_element: fast",
                 ["codec[1].seconds_per_element", "fast"],
             ),
+            (
+                "seconds_per_element: 3.0e-09",
+                "seconds_per_element: -1.0",
+                ["codec[1].seconds_per_element", "-1.0"],
+            ),
             ("seconds_per_element: 3.0e-09", "seconds_per_element: 1e300", ["<= 3600", "1e+300"]),
             ("density: 0.1", "density: 0", ["codec[1].density"]),
             ("density: 0.01,", "density: 0.1,", ["encode coo at density 0.1 more than once"]),
