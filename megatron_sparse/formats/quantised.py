@@ -69,7 +69,7 @@ def add_difference_(
     Raises:
         WireFormatError: the record is damaged, truncated, of another epoch or length; names the
             field. `held` is then unchanged.
-        ExtensionError: an argument is no such tensor.
+        ExtensionError: `held` is no such tensor.
     """
     header, _ = read_head(record, HEADER_BYTES, rank)
     check_fields(rank, ("format", FORMAT_QUANTISED, header.format))
