@@ -77,7 +77,7 @@ class Exchange:
             straggler is known. All ranks have agreed on it.
         averages: gradients have not been divided, and the backend averages them: for `dense` and a
             reduce-scatter only.
-        goes_on: compression is off and was when ranks agreed about this bucket: `dense` need not
+        is_agreed: ranks have agreed about this bucket since compression is off: `dense` need not
             agree again.
     """
 
@@ -88,7 +88,7 @@ class Exchange:
     options: SchemeConfig
     straggler: int | None = None
     averages: bool = False
-    goes_on: bool = False
+    is_agreed: bool = False
 
     @property
     def scatters(self) -> bool:

@@ -47,7 +47,7 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     bucket, transport = exchange.bucket, exchange.transport
     if _needs_fp32_sums(bucket, values_N.dtype):
         return (yield from dense_allpairs(exchange, values_N, step))
-    if transport.device.type == "cpu" and not exchange.goes_on:
+    if transport.device.type == "cpu" and not exchange.is_agreed:
         # There are no sizes: ranks find out whether they agree about the bucket.
         identity = Identity.of_values("dense", exchange, values_N, step)
         yield from exchange_sizes([], identity, transport)

@@ -15,7 +15,8 @@ distribution: `ops.sample_threshold` has the rule. The limit of a parameter come
 step, parameter), so it does not depend on how buckets are cut. Stratum j of s holds the elements
 floor(j n / s) to floor((j + 1) n / s), and a counter hash picks one of them.
 
-Shape suffixes: N elements of the bucket, S segments of the message, R threshold ranges.
+Shape suffixes: N elements of the bucket, P parameters and paddings, S segments of the message,
+R threshold ranges.
 """
 
 from __future__ import annotations
@@ -263,6 +264,7 @@ def range_limits(
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         densities_P = [density if pruned else 1.0 for pruned in pruned_P]
+        # Triton where the extension has no kernels for this device.
         implementation = ops if is_compiled(device) else threshold_triton
         limits_P = implementation.sample_threshold(
             bucket.grad_N,

@@ -255,7 +255,10 @@ class RunConfig(Checked):
         )
 
     def _check_gather(self) -> None:
-        """Refuses `exact` and `lossy` without the distributed optimizer, and `lossy` on GPUs."""
+        """Refuses `exact` and `lossy`, one of which is set, where they cannot work.
+
+        Both need the distributed optimizer, and `lossy` a CPU.
+        """
         method = self.parameters.method
         if not self.training.use_distributed_optimizer:
             key, needed, given = "training.use_distributed_optimizer", "true", "false"

@@ -74,10 +74,11 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
 
 
 def common_state(checkpoint: Path) -> Mapping[str, Any]:
-    """What all ranks of a checkpoint share, without tensors of the model; empty if not readable.
+    """What all ranks of a checkpoint share, at least; empty for other formats than these.
 
     Args:
-        checkpoint: of the format torch_dist or torch; others have none.
+        checkpoint: of the format torch_dist, or torch: then all of one rank's file, whose tensors
+            are mapped and not read.
     """
     import torch
     from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint

@@ -144,7 +144,8 @@ def rows(
 ) -> list[Row]:
     """The rows for `run` or `sizes`: exactly one is given. See `of_run` and `of_sizes`.
 
-    With `anew`, as with other ranks, a run's own prices are not what is asked for.
+    Without `pricing` a run's own plan can be shown as it was written, but neither with other
+    `ranks` nor `anew`: with schemes or bits that were not priced.
 
     Raises:
         ConfigError: none or both of them are given, an argument that they need is missing, or there

@@ -335,7 +335,8 @@ class GradientReducer:
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
         """Decides which rank to skip, if any; lets the planner exchange its measurements.
 
-        Returns the arguments of the collective. The record learns which rank is skipped.
+        Returns the arguments of the collective. Writes the skipped rank and the scheme into the
+        record.
         """
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = self._stragglers.decide(bucket, plan)
@@ -348,12 +349,13 @@ class GradientReducer:
             self._config.scheme,
             straggler=record.straggler,
             averages=job.backend_divides,
-            goes_on=bucket.name in self._sent_while_off,
+            is_agreed=bucket.name in self._sent_while_off,
         )
         if self._config.compression.enabled:
-            self._sent_while_off.clear()
-        else:
+            self._sent_while_off.clear()  # when it is off again, ranks agree about every bucket
+        else:  # `HostState.enabled` may change in every step
             self._sent_while_off.setdefault(bucket.name, job.step)
+        # Where the bucket is sent whole there is no message, and nothing was selected.
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)
         return exchange

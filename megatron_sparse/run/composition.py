@@ -252,8 +252,8 @@ def saved_schedule(path: Path) -> dict[str, int]:
     """The numbers of `compression.warmup_iters` and `compression.ramp_iters` in a run's file.
 
     Returns:
-        Those that are there: none of a file that cannot be read, nor of a run without the plugin.
-        Other keys may be of another version.
+        Both, or none: of a file that cannot be read, or of a run without the plugin. The file is
+        not checked as a `RunConfig`, because its other keys may be of another version.
     """
     try:
         section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]

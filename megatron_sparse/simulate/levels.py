@@ -172,7 +172,7 @@ class Group:
         return self.ranks // self.training.instances
 
     def shape(self, element_bytes: int, value_bits: int | None = None) -> BucketShape:
-        """The shape that all buckets have; 0 of its elements are always sent whole."""
+        """The shape that all buckets have; none of its elements is kept from pruning."""
         _, numel = self.training.buckets(self.ranks)
         op = CollectiveOp.REDUCE_SCATTER if self.training.sharded else CollectiveOp.ALL_REDUCE
         return BucketShape(

@@ -338,6 +338,11 @@ class SamplePlan:
         It lies between one rank's fraction (full overlap) and that of independent ranks, at the
         same relative place, `share`, as in the windows. Blocks that are larger than a window take
         the share of the largest that are not: sizes ascend.
+
+        Args:
+            blocks: the fraction of one rank's blocks in the whole bucket that hold an element, by
+                size.
+            words_nW: the bits of each rank's windows.
         """
         n, found, share = words_nW.shape[0], {}, 0.0
         union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
@@ -351,7 +356,7 @@ class SamplePlan:
                 independent_union = count * _independent(held / count, n)
                 room = independent_union - held  # at full overlap the union holds `held` blocks
                 share = (union - held) / room if room > 0 else 0.0
-            most = _independent(fraction, n)
+            most = _independent(fraction, n)  # of the whole bucket's blocks, as `fraction`
             found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
         return found
 

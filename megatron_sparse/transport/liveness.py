@@ -105,8 +105,8 @@ class PeerLiveness:
         """Leaves the side channel; the process's last group to leave ends its thread.
 
         Args:
-            broken: an operation has failed: leave without a goodbye, so that the other ranks count
-                this one as gone.
+            broken: an operation has failed: the last group leaves without a goodbye, so that the
+                other ranks count this one as gone.
         """
         global _links, _users
         with _lock:
@@ -114,7 +114,7 @@ class PeerLiveness:
                 return
             _users -= 1
             if _users == 0:
-                # In the `finally` of a rank that fails no goodbye either: peers may wait for it.
+                # While an exception ends this rank, no goodbye either: peers may wait for it.
                 error = sys.exception()
                 ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
                 self._links.close(goodbye=ends_well and not broken)

@@ -102,7 +102,7 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 def _pair_tasks(case: Case) -> Iterator[Task]:
     """Yields `hash_partition`, then `encode` and `decode_add` of the partitions' pair records.
 
-    The peer of `hash_partition` is Algorithm 1, whose entries must be the same.
+    `hash_partition` is timed beside another way, Algorithm 1, whose entries must be the same.
     """
     places = _places(case)
     h0 = places[0].partition_hash

@@ -232,6 +232,7 @@ def read_curve(printed: str) -> list[tuple[int, float]]:
         [(5, 4.5)]
     """
     curve = [(int(number), float(loss)) for number, loss in VALIDATION.findall(printed)]
+    # Equal ones too: Megatron validates again after the last iteration.
     assert all(first[0] <= second[0] for first, second in pairwise(curve))
     return curve
 
