@@ -310,7 +310,7 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
 def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
     with _noted(gaps):
         return load_readiness(folder)
-    return {}  # the file is damaged
+    return {}  # the file is damaged or cannot be read
 
 
 @contextmanager
@@ -320,6 +320,8 @@ def _noted(gaps: list[str]) -> Iterator[None]:
         yield
     except (ConfigError, ProfileError) as error:
         gaps.append(f"{error.what}: {_one_line(error.got)}")
+    except OSError as error:
+        gaps.append(f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _one_line(value: object) -> str:

@@ -44,8 +44,7 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     """Reads `summary.json` of a finished run.
 
     Raises:
-        OSError: the file cannot be read.
-        ConfigError: it holds no JSON object.
+        ConfigError: the file cannot be read, or holds no JSON object.
     """
     path = run_dir / SUMMARY_FILE
     try:
@@ -53,9 +52,12 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
         return found
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is damaged", expected="a JSON object", got=error, remedy="resume the run"
+            f"{path} is no summary of a run",
+            expected="a JSON object",
+            got=error,
+            remedy="resume the run",
         ) from None
 
 

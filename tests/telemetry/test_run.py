@@ -258,9 +258,10 @@ def test_summary_is_replaced_whole(tmp_path, monkeypatch, caplog):
     assert "summary.json cannot be written" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
-def test_a_damaged_summary(tmp_path, content):
-    (tmp_path / "summary.json").write_bytes(content)
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff\xfe"])
+def test_a_missing_or_damaged_summary(tmp_path, content):
+    if content is not None:
+        (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(ConfigError):
         load_summary(tmp_path)
 

@@ -32,7 +32,6 @@ from megatron_sparse.parameters.price import several_levels
 from megatron_sparse.recording import GatherRecord, NullSink
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.reduction.progress import Progress as JobProgress
 from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
@@ -166,7 +165,7 @@ class RankGather:
     """
 
     def __init__(
-        self, sweep: GatherSweep, case: GatherCase, transport: Transport, progress: JobProgress
+        self, sweep: GatherSweep, case: GatherCase, transport: Transport, progress: Progress
     ) -> None:
         n = transport.world_size
         shard = -(-sweep.elements // n)  # rounded up
