@@ -144,8 +144,8 @@ def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
 def profile_of(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
     """The exact profile of all ranks' gradients of one bucket.
 
-    Memory, with N elements in a gradient: N / 4 bytes for each rank. Time: n log n passes over
-    N / 8 bytes, and one for each pair of ranks, at most `MOST_PAIRS`.
+    Memory, with N elements in a gradient: N / 2 bytes for each rank, and N bytes for a mask. Time:
+    n log n passes over N / 8 bytes, and one for each pair of ranks, at most `MOST_PAIRS`.
 
     Args:
         elements: of each rank, at least one, the non-zero elements (`nonzero_elements`): int64,

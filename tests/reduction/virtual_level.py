@@ -1,4 +1,4 @@
-"""Reducers of a virtual cluster at a level above `rank`, driven step by step."""
+"""Reducers of a virtual cluster at any level, driven step by step."""
 
 from dataclasses import dataclass
 from typing import Any
