@@ -1,7 +1,8 @@
 """The checks of the codec's ops, and the sizes that follow from a plan alone.
 
-The compiled ops check a CPU call themselves. For a CUDA call, this module checks the arguments that
-lie on the host: kernels rely on them, and a refusal must come before any launch.
+The compiled encoders rely on `check_encode` on either device. Slots, capacity and room are checked
+by the CPU's ops themselves. For a CUDA call, this module checks them: kernels rely on them, and a
+refusal must come before any launch.
 """
 
 from __future__ import annotations
@@ -80,12 +81,17 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     if spec.record_format == wire.FORMAT_RICE:
         check_message_dtype(op, spec.value_dtype)
+        # To the native ops a size of 0 says that the format is another one.
+        if spec.log2_span == 0:
+            raise refusal(op, "log2_span is out of range", "12 to 24", 0)
         return
     check_code(op, "value_dtype", spec.value_dtype)
     # Dense, COO, Pici and blocks; the formats from hash bitmap on have encoders of their own.
     if not wire.FORMAT_ADAPTIVE <= spec.record_format < wire.FORMAT_HASH_BITMAP:
         expected = "-1 (adaptive), a format code from 0 to 3, or 8 (Rice)"
         raise refusal(op, "record_format is unknown", expected, spec.record_format)
+    if spec.record_format == wire.FORMAT_BLOCKS and spec.block_size == 0:
+        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", 0)
 
 
 def check_slots[T: (torch.Tensor, None)](

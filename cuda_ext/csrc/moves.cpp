@@ -210,8 +210,11 @@ Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tenso
   Tensor result =
       torch::stable::new_empty(held[0], {2 * static_cast<int64_t>(held.size())}, ScalarType::Long);
   int64_t* statuses = static_cast<int64_t*>(result.mutable_data_ptr());
+  // All before the first record is decoded: a refused call changes nothing.
+  for (const Tensor& numbers : held) {
+    check_vector(numbers, "moves_decode_: held", held[0].scalar_type(), -1);
+  }
   for (size_t i = 0; i < held.size(); ++i) {
-    check_vector(held[i], "moves_decode_: held", held[0].scalar_type(), -1);
     const uint8_t* record = static_cast<const uint8_t*>(records[i].const_data_ptr());
     const MovesFault fault =
         decode(held[i], record + kMovesBodyAt, records[i].numel() - kMovesBodyAt, dtype,

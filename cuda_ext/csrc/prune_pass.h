@@ -68,7 +68,7 @@ inline void make_last_nan(std::vector<StageChunk>& chunks, int64_t segment, int 
 
 class PrunePass {
  public:
-  // Checks all arguments; the request's wire_dtype is that of the staged values.
+  // The caller has checked the limits, and wire_dtype, which is that of the staged values.
   explicit PrunePass(const PruneRequest& request)
       : kernel_(kernels()),
         types_(check_prune(request)),

@@ -127,7 +127,8 @@ class DDPState(HostState):
             self.residuals,
         )
         self._trained = [each for each in self._buckets.names if each.requires_grad]
-        self._in_flight: list[Pending] = []  # the buckets of this pass so far
+        self._launched = 0  # buckets of this pass so far
+        self._in_flight: list[Pending] = []
         self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
             self._watch()
@@ -271,11 +272,10 @@ class DDPState(HostState):
         if self._is_plain:
             assert self._group is not None, "the constructor has found DDP's own"
             return allreduce_hook(self._group, grad_bucket)
-        is_first_of_pass = not self._in_flight
-        if is_first_of_pass:
+        if not self._in_flight:
             self._await_at_end_of_backward()
-            if self.step:
-                self._between_steps()
+        if self.step and not self._launched:
+            self._between_steps()
         # On CUDA the future remembers the stream of the thread that completes it.
         devices: list[int | str | torch.device] = []
         if self._device.type == "cuda":
@@ -286,6 +286,11 @@ class DDPState(HostState):
         else:
             pending = self._start_dense(grad_bucket, future)
         self._in_flight.append(pending)
+        self._launched += 1
+        # Not in `_finish_backward`, which may run several times in a pass: a part of the model that
+        # torch checkpoints with `use_reentrant=True` has a backward pass of its own.
+        if grad_bucket.is_last():
+            self._end_pass()
         if self._all_at_end:
             # In the first step of a static graph DDP calls the hook for all buckets at the end, and
             # waits for them holding the interpreter's lock, which the progress thread needs.
@@ -298,7 +303,7 @@ class DDPState(HostState):
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
         """Starts a bucket of ordinary gradients; its future completes when the average is in it."""
-        bucket = self._buckets.place(grad_bucket, len(self._in_flight))
+        bucket = self._buckets.place(grad_bucket, self._launched)
         # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
         # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
         return self._reducer.start(bucket, self.step, lambda _: future.set_result(bucket.grad_N))
@@ -337,10 +342,13 @@ class DDPState(HostState):
             ) from error
 
     def _finish_backward(self) -> None:
-        """Runs when all gradients are made, before DDP waits for the buckets' futures."""
+        """Waits for the buckets of a pass, or of a checkpointed part, whose gradients are all made.
+
+        DDP waits for their futures later.
+        """
         in_flight, self._in_flight = self._in_flight, []
-        self._buckets.end_pass()
-        self.step += 1
+        if self._all_at_end and self._launched:
+            self._end_pass()  # DDP gives those buckets one index: it marks none as the last
         self._all_at_end = False
         for pending in in_flight:
             pending.wait()
@@ -349,6 +357,12 @@ class DDPState(HostState):
             self._has_looked_at_loop = True
             for optimizer in refusals.optimizers_of_loop(self._scaler):
                 self._knows_steps |= self._is_updated_by(optimizer)
+
+    def _end_pass(self) -> None:
+        """All buckets of a backward pass have begun."""
+        self._launched = 0
+        self._buckets.end_pass()
+        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.

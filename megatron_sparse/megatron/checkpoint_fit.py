@@ -74,7 +74,7 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
 
 
 def common_state(checkpoint: Path) -> Mapping[str, Any]:
-    """What all ranks of a checkpoint share, at least; empty for other formats than these.
+    """What all ranks of a checkpoint share, at least; empty if it is neither torch_dist nor torch.
 
     Args:
         checkpoint: of the format torch_dist, or torch: then all of one rank's file, whose tensors

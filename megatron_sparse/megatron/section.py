@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def check(
     from megatron_sparse.megatron import training
 
     training.silence_known_noise()
+    training.import_host()
     parser = arguments.megatron_parser()
     # The folder is a placeholder: nothing is written.
     derived = arguments.derived_flags(
@@ -152,23 +153,31 @@ def check(
         ]
 
     fitting: list[str] = []
+    wrong: dict[str, list[MegatronSparseError]] = {}
 
-    def misfits(keys: Iterable[str]) -> dict[str, list[MegatronSparseError]]:
-        """Adds the keys that fit to `fitting`, in order; returns the others with their errors."""
-        wrong = {}
-        for key in keys:
-            refused = errors([*fitting, key])
-            if refused:
-                wrong[key] = refused
-            else:
-                fitting.append(key)
-        return wrong
+    def fit(keys: list[str]) -> None:
+        """Adds keys that fit to `fitting`, in order, and the errors of the others to `wrong`.
 
-    if section and errors(list(section)):
-        wrong = misfits(section)
-        # A key that failed may need another that comes behind it: once more beside all that fit.
-        wrong = misfits(key for key in wrong if owners[key] is None)
-        found += itertools.chain.from_iterable(wrong.values())
+        Halves a list that does not fit, until each wrong key stands alone: neighbours that need
+        each other, such as `account_for_*_in_pipeline_split`, are mostly tried together.
+        """
+        refused = errors([*fitting, *keys])
+        if not refused:
+            fitting.extend(keys)
+        elif len(keys) == 1:
+            wrong[keys[0]] = refused
+        else:
+            fit(keys[: len(keys) // 2])
+            fit(keys[len(keys) // 2 :])
+
+    if section:
+        fit(list(section))
+    to_retry = [key for key in wrong if owners[key] is None]
+    wrong.clear()
+    # A key that failed may need another that comes behind it: try once more beside all that fit.
+    for key in to_retry:
+        fit([key])
+    found += itertools.chain.from_iterable(wrong.values())
     raise_together(TITLE, found)
 
 

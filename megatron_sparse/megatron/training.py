@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
+from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError, DependencyError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.telemetry.sinks import hidden_from_wandb
 from megatron_sparse.transport.peer_links import check_gloo_interfaces
@@ -69,6 +70,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         CheckpointError: Megatron cannot load the checkpoint.
         ConfigError: Megatron refuses the configuration, or gloo's network interface is missing.
         DatasetError: the corpus is missing or damaged.
+        DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that the plugin hooks.
     """
     silence_known_noise()
@@ -184,15 +186,35 @@ def prepare_host(device: str) -> None:
     """Makes `megatron.training` work on this machine, see `cpu_mode` and `repairs`. Idempotent.
 
     Raises:
+        DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that is replaced.
     """
     from megatron_sparse.megatron import checkpoint_process, cpu_mode, repairs
 
     if device == "cpu":
         cpu_mode.enable()
+    import_host()
+    if device == "cpu":
         cpu_mode.enable_training()
     repairs.apply()
     checkpoint_process.end_with_rank()
+
+
+def import_host() -> None:
+    """Imports `megatron.training`.
+
+    Raises:
+        DependencyError: megatron-core with its training loop is not installed.
+    """
+    try:
+        import_module("megatron.training")
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "Megatron's training loop is not installed",
+            expected="megatron-core >= 0.19 (needs Python >= 3.12)",
+            got=error,
+            remedy="pip install 'megatron-sparse[train]'",
+        ) from None
 
 
 def _parse(command_line: list[str]) -> Any:

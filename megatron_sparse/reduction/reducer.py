@@ -351,11 +351,12 @@ class GradientReducer:
             averages=job.backend_divides,
             is_agreed=bucket.name in self._sent_while_off,
         )
+        # `HostState.enabled` does not count here: it may change in every step.
         if self._config.compression.enabled:
             self._sent_while_off.clear()  # when it is off again, ranks agree about every bucket
-        else:  # `HostState.enabled` may change in every step
+        else:
             self._sent_while_off.setdefault(bucket.name, job.step)
-        # Where the bucket is sent whole there is no message, and nothing was selected.
+        # A dense plan has no message: nothing was selected.
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)
         return exchange

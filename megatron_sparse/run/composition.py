@@ -252,8 +252,9 @@ def saved_schedule(path: Path) -> dict[str, int]:
     """The numbers of `compression.warmup_iters` and `compression.ramp_iters` in a run's file.
 
     Returns:
-        Both, or none: of a file that cannot be read, or of a run without the plugin. The file is
-        not checked as a `RunConfig`, because its other keys may be of another version.
+        Those that are numbers there: with `compression.density=auto` the ramp is null. None of a
+        file that cannot be read. The file is not checked as a `RunConfig`, because its other keys
+        may be of another version.
     """
     try:
         section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]

@@ -121,8 +121,8 @@ def _lie(own, peer):
 def test_an_impossible_size_is_refused_before_memory_is_taken(name):
     case = Case(name, 3, density=0.1, numel=900)
     # Inside a node the hierarchy has dense sums, not records.
-    with pytest.raises(WireFormatError, match="rank 1: field announced"):
-        run_case(case, on_nodes((1, 1, 1)), lambda t: Changing(t, _lie) if t.rank == 1 else t)
+    with pytest.raises(WireFormatError, match="rank 2: field announced"):
+        run_case(case, on_nodes((2, 1)), lambda t: Changing(t, _lie) if t.rank == 2 else t)
 
 
 OBSERVE = StragglerConfig("observe")

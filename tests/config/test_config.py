@@ -169,6 +169,7 @@ def test_nulls_of_a_model_stand_for_the_usual():
         (TrainingConfig, {"lr": 1e-3, "min_lr": 1e-2}, "training"),
         (TrainingConfig, {"seed": 0}, "training"),
         (TrainingConfig, {"overlap_grad_reduce": "true"}, "training"),
+        (RunConfig, {"name": "a/b"}, "name"),
         (RunConfig, {"name": ".."}, "name"),
         (RunConfig, {"name": ""}, "name"),
         (RunConfig, {"resume": "yes"}, "never | auto | must"),

@@ -227,6 +227,7 @@ BAD_PRUNINGS = {
 BAD_RICE = {
     "value_dtype is unknown": {"spec": rice_spec(7)},
     "log2_span is out of range": {"spec": rice_spec(4, 11)},
+    "log2_span is out of range(?s:.*) 0": {"spec": rice_spec(4, 0)},
     "a value of every element needs other values": {"spec": rice_spec(5, without_indices=True)},
     "step is out of range": {"spec": replace(rice_spec(4), step=-1)},
     "output buffer is too small": {"out": torch.zeros(60, dtype=torch.uint8)},
@@ -279,7 +280,7 @@ BOOLEAN = Segments(torch.tensor([0, 20]), torch.zeros(1, dtype=torch.bool))
                 {"spec": RecordSpec(0, STEP, FORMAT_BLOCKS, block_size=size)},
                 "block_size does not fit",
             )
-            for size in (32, 96, 8192)
+            for size in (0, 32, 96, 8192)
         ),
     ],
 )

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import megatron_sparse
 from megatron_sparse import SparseConfig
@@ -61,19 +62,26 @@ def _ddp(model, hook, state_dict=None, sink=None, **options):
 # -- against DDP without the hook
 
 
-def _classifier():
+class Checkpointed(torch.nn.Linear):
+    """Its gradients are made by a backward pass within that of the model."""
+
+    def forward(self, input):
+        return checkpoint(super().forward, input, use_reentrant=True)
+
+
+def _classifier(layer=torch.nn.Linear):
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Embedding(100, 16, sparse=True),
         torch.nn.Flatten(),
-        torch.nn.Linear(64, 200),
+        layer(64, 200),
         torch.nn.ReLU(),
         torch.nn.Linear(200, 5),
     )
 
 
-def _train(rank, steps, *, hook, accumulate=False, **options):
-    ddp, state = _ddp(_classifier(), hook, **options)
+def _train(rank, steps, *, hook, accumulate=False, layer=torch.nn.Linear, **options):
+    ddp, state = _ddp(_classifier(layer), hook, **options)
     draw = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for _ in range(steps):
@@ -91,7 +99,13 @@ def _train(rank, steps, *, hook, accumulate=False, **options):
     return [parameter.detach().clone() for parameter in ddp.module.parameters()], count
 
 
-WRAPPERS = ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"accumulate": True})
+WRAPPERS = (
+    {},
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"accumulate": True},
+    {"layer": Checkpointed},
+)
 
 
 @on_ranks(2)

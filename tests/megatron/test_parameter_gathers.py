@@ -206,3 +206,18 @@ def test_parameters_that_the_optimizer_keeps_elsewhere(monkeypatch):
     ):
         found = masters_elsewhere(group, optimizer_spans(other))
         assert found == "the optimizer keeps parameters outside of the gathered buffer"
+
+
+def test_gathers_are_told_that_an_update_was_not_accepted():
+    told: list[Any] = []
+    gather = SimpleNamespace(
+        own_shard=torch.zeros(8),
+        begin_step=lambda: told.append("begin"),
+        end_step=lambda accepted: told.append(accepted),
+    )
+    optimizer = _optimizer(gather.own_shard)
+    optimizer.step_with_ready_grads = lambda: told.append("update")  # not accepted
+    bucket = LossyBucket(cast(Any, None), cast(Any, None), cast(Any, gather))
+    parameter_masters.watch_updates([bucket], optimizer)
+    optimizer.step_with_ready_grads()
+    assert told == ["begin", "update", False]

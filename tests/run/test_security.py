@@ -86,6 +86,7 @@ def dangers(source: str) -> Iterator[str]:
         ("model.eval()", False),
         ("subprocess.run(c, shell=True)", True),
         ("subprocess.run(c, shell=False)", False),
+        ("os.system(c)", True),
     ],
 )
 def test_the_check_itself(line, is_dangerous):
