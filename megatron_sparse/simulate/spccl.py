@@ -1,4 +1,4 @@
-"""SpCCL's figures 5 to 9: sparse all-gather, all-reduce and reduce-scatter on Perlmutter.
+"""SpCCL's figures 7 to 9: sparse all-reduce and reduce-scatter on Perlmutter.
 
 Gradients are uniform and independent across ranks (section VI-A), messages Pici, thresholds the
 paper's. The simulated bucket always has 2^19 elements (2 MiB), for every priced size (`pricing`).
@@ -17,23 +17,11 @@ from functools import cache, lru_cache
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.simulate import all_gather, figures
+from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.simulate.machines import CODEC_FRACTION, GB, MIB, PERLMUTTER_RING, Machine
-from megatron_sparse.simulate.pricing import (
-    ChargingTimer,
-    Gradients,
-    Job,
-    JobCost,
-    drive,
-    make_bucket,
-    price,
-)
-from megatron_sparse.transport.virtual import VirtualTransport
+from megatron_sparse.simulate.pricing import Gradients, Job, JobCost, price, seconds_of_ring
 
 NUMEL, FAST_NUMEL = 2**19, 2**15
 SIZES_MIB, RANKS, SPARSITIES = (256, 512, 1024, 2048), (8, 16, 32, 64), (0.90, 0.95, 0.99)
@@ -56,46 +44,28 @@ def gradients(numel: int, sparsity: float) -> Gradients:
 
 
 @cache
-def dense_s(kind: str, world_size: int, size_mib: int) -> float:
-    """Seconds of NCCL's ring, without charges for additions.
-
-    Args:
-        kind: all_gather, reduce_scatter or all_reduce.
-        world_size: ranks.
-        size_mib: MiB of the whole buffer.
-    """
+def dense_s(op: CollectiveOp, world_size: int, size_mib: int) -> float:
+    """Seconds of NCCL's ring for a buffer of `size_mib` MiB, without charges for additions."""
     links = (PERLMUTTER_RING.intra, PERLMUTTER_RING.inter)
-    one_way_s = all_gather.seconds_of_ring(world_size, size_mib * MIB, links)
-    return one_way_s * (2 if kind == "all_reduce" else 1)
+    one_way_s = seconds_of_ring(world_size, size_mib * MIB, links)
+    return one_way_s * (2 if op is CollectiveOp.ALL_REDUCE else 1)
 
 
 @cache
 def sparse(
-    kind: str, world_size: int, size_mib: int, sparsity: float, numel: int, charged: bool = True
+    op: CollectiveOp, world_size: int, size_mib: int, sparsity: float, numel: int
 ) -> JobCost:
     """The cost of SpCCL's collective.
 
     Args:
-        kind: all_gather, reduce_scatter or all_reduce.
+        op: all-reduce or reduce-scatter.
         world_size: ranks.
         size_mib: MiB of the whole buffer.
         sparsity: 1 - density of each rank's input.
         numel: elements that are simulated.
-        charged: whether codecs take time.
     """
-    # The all-gather is no `CollectiveOp`; like an all-reduce it fills the whole bucket.
-    op = CollectiveOp.ALL_REDUCE if kind == "all_gather" else CollectiveOp(kind)
-    job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, op, "pici", charged)
-    of_rank = gradients(numel, sparsity)
-    if kind != "all_gather":
-        return price(job, "adaptive_ring", of_rank)
-
-    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
-        bucket = make_bucket(job, of_rank(transport.rank))
-        options = SchemeConfig(format=job.format, capacity=None)
-        return all_gather.sparse_ring(Exchange(bucket, transport, MessageBuffers(), timer, options))
-
-    return drive(job, start)
+    job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, op, "pici")
+    return price(job, "adaptive_ring", gradients(numel, sparsity))
 
 
 @cache
@@ -110,7 +80,7 @@ def sparcml(
 
 def _row(
     series: str,
-    kind: str,
+    op: CollectiveOp,
     world_size: int,
     size_mib: int,
     sparsity: float,
@@ -118,10 +88,10 @@ def _row(
     outcome: JobCost,
 ) -> Row:
     """One collective's cost, and its speedup over the dense ring."""
-    base_s = dense_s(kind, world_size, size_mib)
+    base_s = dense_s(op, world_size, size_mib)
     return {
         "series": series,
-        "collective": kind,
+        "collective": str(op),
         "ranks": world_size,
         "size_mib": size_mib,
         "sparsity": sparsity,
@@ -134,26 +104,11 @@ def _row(
     }
 
 
-def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row:
+def _dense_row(op: CollectiveOp, n: int, size: int, sparsity: float, numel: int) -> Row:
     """The dense ring's cost, for a buffer of `size` MiB."""
-    halves = 2 if kind == "all_reduce" else 1
-    outcome = JobCost(dense_s(kind, n, size), 0.0, halves * size * MIB * (n - 1) / n)
-    return _row("NCCL ring (dense)", kind, n, size, sparsity, numel, outcome)
-
-
-def rows_5(fast: bool) -> list[Row]:
-    """Time of the all-gather by sparsity."""
-    ranks, numel = ((8,), FAST_NUMEL) if fast else ((8, 16, 64), NUMEL)
-    sparsities = (0.5, 0.99) if fast else (0.01, 0.10, 0.50, 0.75, 0.90, 0.95, 0.99)
-    rows = []
-    for size in (512,) if fast else (512, 2048):
-        for n in ranks:
-            for s in sparsities:
-                where = ("all_gather", n, size, s, numel)
-                rows.append(_dense_row(*where))
-                rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
-                rows.append(_row("SpCCL, codec free", *where, sparse(*where, charged=False)))
-    return rows
+    halves = 2 if op is CollectiveOp.ALL_REDUCE else 1
+    outcome = JobCost(dense_s(op, n, size), 0.0, halves * size * MIB * (n - 1) / n)
+    return _row("NCCL ring (dense)", op, n, size, sparsity, numel, outcome)
 
 
 def rows_9(fast: bool) -> list[Row]:
@@ -163,7 +118,7 @@ def rows_9(fast: bool) -> list[Row]:
     for size in (512,) if fast else (512, 2048):
         for n in ranks:
             for s in SPARSITIES[1:] if fast else SPARSITIES:
-                where = ("all_reduce", n, size, s, numel)
+                where = (CollectiveOp.ALL_REDUCE, n, size, s, numel)
                 rows.append(_dense_row(*where))
                 rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
                 if n > 32 or size > 512:  # Minutes a point; and size changes little.
@@ -174,14 +129,14 @@ def rows_9(fast: bool) -> list[Row]:
     return rows
 
 
-def _heat_rows(kind: str, fast: bool) -> list[Row]:
+def _heat_rows(op: CollectiveOp, fast: bool) -> list[Row]:
     """SpCCL's cost by sparsity, size and number of ranks."""
     sparsities, sizes, ranks, numel = SPARSITIES, SIZES_MIB, RANKS, NUMEL
     if fast:
         sparsities, sizes, ranks, numel = SPARSITIES[-1:], SIZES_MIB[::3], (4, 8), FAST_NUMEL
     rows = []
     for sparsity, size, n in itertools.product(sparsities, sizes, ranks):
-        where = (kind, n, size, sparsity, numel)
+        where = (op, n, size, sparsity, numel)
         rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
     return rows
 
@@ -210,18 +165,16 @@ def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
     next(iter(panels.values())).set_ylabel("buffer (MiB)")
 
 
-def _heatmap(number: int, kind: str, what: str) -> Figure:
+def _heatmap(number: int, op: CollectiveOp, what: str) -> Figure:
     title = f"SpCCL figure {number}: {what} (Pici), speedup over NCCL's dense ring"
     return Figure(
-        "spccl", number, title, ASSUMPTIONS, lambda fast: _heat_rows(kind, fast), draw_speedups, 3.6
+        "spccl", number, title, ASSUMPTIONS, lambda fast: _heat_rows(op, fast), draw_speedups, 3.6
     )
 
 
 FIGURES = (
-    Figure("spccl", 5, "SpCCL figure 5: all-gather", ASSUMPTIONS, rows_5, draw_times, 6.0),
-    _heatmap(6, "all_gather", "all-gather"),
-    _heatmap(7, "all_reduce", "all-reduce"),
-    _heatmap(8, "reduce_scatter", "reduce-scatter"),
+    _heatmap(7, CollectiveOp.ALL_REDUCE, "all-reduce"),
+    _heatmap(8, CollectiveOp.REDUCE_SCATTER, "reduce-scatter"),
     Figure(
         "spccl", 9, "SpCCL figure 9: all-reduce, with SparCML", ASSUMPTIONS, rows_9, draw_times, 6.0
     ),

@@ -8,26 +8,25 @@ import torch
 
 from megatron_sparse import simulate
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import Exchange
-from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, decode_add_
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.simulate import all_gather, gradients, pccl
+from megatron_sparse.simulate import gradients, pccl
 from megatron_sparse.simulate.levels import Training, level_rows
-from megatron_sparse.simulate.machines import Machine
+from megatron_sparse.simulate.machines import FRONTIER_LANES, Machine
 from megatron_sparse.simulate.pricing import (
     ChargingTimer,
     Job,
     OperationMeter,
-    drive,
     make_bucket,
     make_message,
     memory_bound,
     moved_bytes,
     price,
+    seconds_of_ring,
 )
 from megatron_sparse.transport import Link, VirtualCluster
 from tests.commands import run
@@ -160,37 +159,14 @@ def test_the_ring_in_closed_form_is_the_clusters(world_size, charged):
     # An addition reads two values and writes one.
     local = 3 / PLAIN.codec_rate if charged else 0.0
     links = (PLAIN.intra, PLAIN.inter)
-    expected = all_gather.seconds_of_ring(world_size, 2**22, links, local)
+    expected = seconds_of_ring(world_size, 2**22, links, local)
     assert scatter.time_s == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["hierarchical", "pici"])
-def test_all_gathers_gather(kind):
-    n, numel = 8, 8 * 64
-    job, results = Job(PLAIN, n, 4 * numel, numel), {}
-
-    def start(transport, timer):
-        own = slice(transport.rank * 64, (transport.rank + 1) * 64)
-        grad_N = torch.full((numel,), float("nan"))
-        grad_N[own] = torch.arange(64) % 3 * (transport.rank + 1.0)
-        bucket = make_bucket(job, grad_N)
-        results[transport.rank] = grad_N
-        if kind == "hierarchical":
-            return all_gather.hierarchical(bucket, transport, timer)
-        options = SchemeConfig(format=kind)
-        exchange = Exchange(bucket, transport, MessageBuffers(), timer, options)
-        return all_gather.sparse_ring(exchange)
-
-    drive(job, start)
-    expected = torch.cat([torch.arange(64) % 3 * (rank + 1.0) for rank in range(n)])
-    assert all(torch.equal(results[rank], expected) for rank in range(n))
-
-
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_the_time_of_pccl_is_linear_in_the_size(kind):
-    middle = pccl.run_s(pccl.FRONTIER, kind, 16, 100)
+def test_the_time_of_pccl_is_linear_in_the_size():
+    middle = pccl.run_s(FRONTIER_LANES, 16, 100)
     # Only the order of floating-point sums differs.
-    assert pccl.pccl_s(pccl.FRONTIER, kind, 16, 100) == pytest.approx(middle, rel=1e-9)
+    assert pccl.pccl_s(FRONTIER_LANES, 16, 100) == pytest.approx(middle, rel=1e-9)
 
 
 @pytest.mark.parametrize("figure", simulate.FIGURES, ids=lambda figure: figure.name)
@@ -206,7 +182,7 @@ def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
 
 def test_command_line(tmp_path, capsys):
     assert run("simulate --list") == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 16
+    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 11
     assert run("simulate --paper zen --figure 8 --fast --output", tmp_path / "new") == 0
     files = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert files == ["zen-figure-8.csv", "zen-figure-8.png"]
