@@ -123,12 +123,7 @@ DGX_H100 = Machine(
     nic="rank",
     memory_rate=3350 * GB,
 )
-"""StragglAR's larger server, also used for its simulated scaling figures."""
-
-DGX_A100 = Machine(
-    "DGX A100", 256, Link(3e-6, 1 / (300 * GB)), Link(3e-6, 1 / (300 * GB)), "rank", 2039 * GB
-)
-"""StragglAR's other server: NVLink 3 at the rate of section 4.1."""
+"""StragglAR's larger server, of its simulated scaling figures."""
 
 AWS_100 = Machine(
     "AWS p3dn.24xlarge, 100 Gbit/s",
