@@ -9,7 +9,6 @@ records are timed with fp32 values and with 4 bits, which stand for any number o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,12 +30,11 @@ from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import entries
 from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_, encode_segments
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
-from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate
+from megatron_sparse.pricing.cluster import CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
-HELD_OUT_DENSITIES = (0.02, 0.2)
 PARTITIONS = 4
 NO_TIME_S = 1e-15
 """Less than the time of any call or element: a fitted rate below it is noise."""
@@ -111,7 +109,7 @@ def measure_codec(
     calls: list[CodecCall] = []
     times_NK: list[list[float]] = []
     for numel in sweep.numels:
-        calls, times_K = yield from _times_s(transport, sweep, clock, numel, DENSITIES)
+        calls, times_K = yield from _times_s(transport, sweep, clock, numel)
         times_NK.append(times_K)
     # The calls are the same ones, in the same order, for every number of elements.
     times_KN = zip(*times_NK, strict=True)
@@ -121,12 +119,12 @@ def measure_codec(
 
 
 def _times_s(
-    transport: Transport, sweep: CodecSizes, clock: Clock, numel: int, densities: Sequence[float]
+    transport: Transport, sweep: CodecSizes, clock: Clock, numel: int
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
     """Returns all calls on vectors of `numel`, and of each the median over ranks of its seconds."""
     yield from gather_rows([0.0], transport)  # a barrier
     calls, times_K = [], []
-    for call in codec_calls(numel, densities, transport.device):
+    for call in codec_calls(numel, DENSITIES, transport.device):
         times_K.append(seconds_of(call, sweep, clock))
         # Without its vectors: those of all calls together take 3 GiB on each rank.
         calls.append(replace(call, run=_nothing))
@@ -136,29 +134,6 @@ def _times_s(
 
 def _nothing() -> None:
     """Takes the place of a call that has been timed."""
-
-
-def held_out(
-    transport: Transport, cluster: ClusterModel, sweep: CodecSizes, clock: Clock
-) -> Measuring[str]:
-    """How well the rates predict calls that they were not fitted to: the median error, the worst.
-
-    The calls are those at densities between the measured ones. The number of elements is the
-    middle, in powers of two, of the two largest in `sweep`. An error is negative if the prediction
-    is too fast. The line is the same on all ranks.
-    """
-    numel = math.isqrt(sweep.numels[-1] * sweep.numels[-2])
-    calls, times_s = yield from _times_s(transport, sweep, clock, numel, HELD_OUT_DENSITIES)
-    errors = [
-        cluster.codec_s(call.op, call.format, numel, call.density) / spent - 1
-        for call, spent in zip(calls, times_s, strict=True)
-    ]
-    worst_error, worst = max(zip(errors, calls, strict=True), key=lambda pair: abs(pair[0]))
-    return (
-        f"codec, {len(calls)} calls that the rates were not fitted to: median error "
-        f"{median(map(abs, errors)):.0%}, worst {worst_error:+.0%} ({worst.op} {worst.format} at "
-        f"{worst.density:.0%})"
-    )
 
 
 def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -> CodecRate:

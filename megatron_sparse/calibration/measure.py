@@ -21,7 +21,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration import codec as calibration_codec
-from megatron_sparse.calibration.codec import CodecSizes, held_out, measure_codec
+from megatron_sparse.calibration.codec import CodecSizes, measure_codec
 from megatron_sparse.collectives.base import Round, whole_group
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
@@ -82,7 +82,7 @@ def calibrate(
         progress: the thread that drives collectives.
         effort: how much.
         name: of the cluster.
-        tell: progress callback; the last call receives the prediction error of the codec's rates.
+        tell: progress callback: what is measured next.
 
     Raises:
         ConfigError: there is one rank only.
@@ -95,7 +95,7 @@ def calibrate(
     per_message_s, per_bucket_s = measure_host(transport, progress, effort.host_repeats, clock)
     tell("measuring: codec")
     codec = complete(measure_codec(transport, effort.codec, clock))
-    cluster = ClusterModel(
+    return ClusterModel(
         name=name,
         device=transport.device.type,
         **vars(links),  # nodes, nic, intra, inter and dense
@@ -105,8 +105,6 @@ def calibrate(
         ring_densities={},
         fingerprint=fingerprint(transport),
     )
-    tell(complete(held_out(transport, cluster, effort.codec, clock)))
-    return cluster
 
 
 def measure_host(
