@@ -227,7 +227,6 @@ class PricedPlanner(Planner):
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
         row = super().report(bucket, step)
-        del row["predicted_bytes"]  # nothing was chosen by them
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
         if plan.predicted_us is not None:  # else prices did not choose: every element in few bits
             settled = _settled(state)  # ignores the temporary scheme of a sampling step

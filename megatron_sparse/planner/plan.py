@@ -235,13 +235,11 @@ class Planner:
         bits = self._compression.given_value_bits
         # The schedule's density, with which schemes are compared: that of a dense plan is 1.
         _, density = phase_and_density(self._compression, step)
-        wire_bytes = predicted_bytes(bucket, density, self._scheme, bits)
         return {
             "bucket": bucket.name,
             **asdict(shape_of(bucket, self._scheme.wire_dtype, bits)),
             "density": density,
             "predicted_us": {},
-            "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
             "chosen": plan.scheme,
             "reason": plan.reason,
         }

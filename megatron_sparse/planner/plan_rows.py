@@ -5,8 +5,8 @@ the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_by
 lanes`). At `compression.level` node or instance a row is that of a part: `world_size` ranks
 exchange it, in one of `lanes` lanes. Predicted times are those of a cost model.
 
-The table has every scheme's predicted time for each bucket, the chosen one marked; of a run without
-a cluster file, whose planner compares bytes: the predicted bytes instead.
+The table has every scheme's predicted time for each bucket, the chosen one marked. A run without a
+cluster file has none: its planner compares bytes, and the reason has them.
 """
 
 from __future__ import annotations
@@ -212,28 +212,20 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
         markup=False,
     )
     if row["predicted_us"]:
-        console.print(_table(row["chosen"], row["predicted_us"], "predicted us", 1))
-    elif row.get("predicted_bytes"):
-        column = "predicted wire(B) of a rank"
-        console.print(_table(row["chosen"], row["predicted_bytes"], column, 0))
+        console.print(_table(row["chosen"], row["predicted_us"]))
     console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
 
 
-def _table(chosen: str, prices: dict[str, float], column: str, digits: int) -> Table:
-    """A line for each scheme, the cheapest first: its price, and that over dense's.
-
-    Args:
-        chosen: the scheme that is marked with a star.
-        prices: times or bytes, by scheme.
-        column: the heading of the prices.
-        digits: of the prices, after the point.
+def _table(chosen: str, prices_us: dict[str, float]) -> Table:
+    """A line for each scheme, the cheapest first, the chosen one with a star: its predicted time,
+    and that over dense's.
     """
-    table = plain_table("", "  scheme", column, "/ dense")
-    for name, price in sorted(prices.items(), key=lambda item: item[1]):
+    table = plain_table("", "  scheme", "predicted us", "/ dense")
+    for name, price in sorted(prices_us.items(), key=lambda item: item[1]):
         table.add_row(
             f"* {name}" if name == chosen else f"  {name}",
-            f"{price:.{digits}f}",
-            f"{price / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
+            f"{price:.1f}",
+            f"{price / prices_us[DENSE]:.2f}" if prices_us.get(DENSE) else "-",
             style="bold" if name == chosen else None,
         )
     return table

@@ -107,8 +107,6 @@ def test_predicted_bytes_of_few_bits():
     shards = _bucket(op=CollectiveOp.REDUCE_SCATTER, keep=True)
     kept = predicted_bytes(shards, 0.1, SchemeConfig(), 2)
     assert kept["direct"] == pytest.approx(0.75 * 1000 * 2)
-    row = _planner("direct", density=0.1, value_bits=4).report(_bucket(), 10)
-    assert (row["predicted_bytes"]["direct"], row["value_bits"]) == (round(found["direct"]), 4)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.05, 0.1, 0.25, 0.5, 0.9])
