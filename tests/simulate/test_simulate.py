@@ -182,7 +182,7 @@ def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
 
 def test_command_line(tmp_path, capsys):
     assert run("simulate --list") == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 9
+    assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 8
     assert run("simulate --paper zen --figure 8 --fast --output", tmp_path / "new") == 0
     files = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert files == ["zen-figure-8.csv", "zen-figure-8.png"]
