@@ -229,7 +229,6 @@ def line_panels(
     by: str,
     x: str,
     y: str,
-    styles: Mapping[str, Style] | None = None,
     *,
     sharey: bool = False,
     **how: Any,
@@ -240,7 +239,7 @@ def line_panels(
     """
     found = {}
     for value, axes, part in panels(canvas, rows, by, sharey=sharey):
-        draw_lines(axes, part, x, y, styles or styles_of(rows), **how)
+        draw_lines(axes, part, x, y, styles_of(rows), **how)
         found[value] = axes
     shared_legend(canvas, list(found.values()))
     return found

@@ -224,37 +224,26 @@ class JobCost:
 Gradients = Callable[[int], torch.Tensor]
 """Makes the gradient of a rank: fp32, `Job.numel` elements, mostly zeros."""
 
-Start = Callable[[VirtualTransport, ChargingTimer], Steps]
-"""Makes one rank's steps."""
-
-
-def drive(job: Job, start: Start) -> JobCost:
-    """Runs the steps of all ranks on the job's machine, and prices them at full size."""
-    topology = job.machine.topology(job.world_size)
-    cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
-    timers: list[ChargingTimer] = []
-
-    def begin(transport: VirtualTransport) -> Steps:
-        """Makes a rank's timer and its steps, which return the bytes that it sends."""
-        timers.append(ChargingTimer(transport, memory_bound(job.seconds_a_byte)))
-        return start(transport, timers[-1])
-
-    sent = cluster.run(begin)
-    local_s = max(timer.charged_s for timer in timers)
-    return JobCost(cluster.modelled_s, local_s, max(sent) * job.scale)
-
 
 def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None = None) -> JobCost:
-    """Runs a registered scheme: encodes the selection and runs the collective.
+    """Runs a registered scheme on the job's machine, selection encoded first; its full-size cost.
 
     With `late_s` the last rank comes so much later, and is the straggler.
     """
     entry = SCHEMES[scheme]
     options = SchemeConfig(name=scheme, format=job.format, capacity=None)
     straggler = None if late_s is None else job.world_size - 1
+    topology = job.machine.topology(job.world_size)
+    cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
+    timers: list[ChargingTimer] = []
 
-    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
-        """One rank's way: it comes, late or not, encodes its gradient and runs the scheme."""
+    def start(transport: VirtualTransport) -> Steps:
+        """One rank's way: it comes, late or not, encodes its gradient and runs the scheme.
+
+        Returns the bytes that it sends.
+        """
+        timer = ChargingTimer(transport, memory_bound(job.seconds_a_byte))
+        timers.append(timer)
         if transport.rank == straggler:
             transport.charge(late_s or 0.0)
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
@@ -265,7 +254,9 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
         message = make_message(bucket, entry.is_sharded(job.op), form, buffers, timer)
         return (yield from entry.run(exchange, message))
 
-    return drive(job, start)
+    sent = cluster.run(start)
+    local_s = max(timer.charged_s for timer in timers)
+    return JobCost(cluster.modelled_s, local_s, max(sent) * job.scale)
 
 
 def seconds_of_ring(
