@@ -143,7 +143,8 @@ class Planner:
             whole_schemes = [name for name, scheme in SCHEMES.items() if scheme.sends_whole]
             choice = Choice(whole_schemes[0], f"{content} in {dense_value_bits(value_bits)} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
-            choice = Choice(DENSE, self._dense_reason(phase))
+            reason = "compression.enabled=false" if phase is Phase.OFF else "dense warm-up"
+            choice = Choice(DENSE, reason)
         else:
             choice = self._choose(bucket, step, density)
         scheme = SCHEMES[choice.scheme]
@@ -168,15 +169,6 @@ class Planner:
             return False
         sends_whole = named is not None and named.sends_whole
         return sends_whole or self._compression.given_value_bits is not None
-
-    def _dense_reason(self, phase: Phase) -> str:
-        """The reason for a phase that is dense in every bucket."""
-        if phase is Phase.OFF:
-            return "compression.enabled=false"
-        # The warm-up is not the reason where nothing is ever pruned.
-        name = self._scheme.name
-        is_dense = name != "auto" and SCHEMES[name].takes is Input.DENSE
-        return f"scheme={name}" if is_dense else "dense warm-up"
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
         """The scheme of a step in which something may be pruned."""

@@ -256,13 +256,6 @@ def test_narrower_gradients_and_moves_take_less():
     assert narrow.parameters_ms < wide.parameters_ms
 
 
-def test_moves_as_wide_as_numbers_have_a_price():
-    """Once per node they may pay even so: the backend's ring is flat."""
-    wide, narrow = (rows_of((8, 16), Training(move_bits=bits)) for bits in (16, 2.5))
-    assert all(wide[case].parameters_ms >= row.parameters_ms for case, row in narrow.items())
-    assert wide["safe", 8, "node"].parameters == "raw"
-
-
 def test_nodes_of_different_sizes_are_refused():
     with pytest.raises(ConfigError, match="level node needs nodes of one size"):
         rows_of((12,))
