@@ -1,7 +1,7 @@
 """An LSTM language model over words, whose two embeddings have naturally sparse gradients.
 
     python examples/natural_sparsity/lstm_language_model.py --output recordings/lstm
-    megatron-sparse profile recordings/lstm --output recordings/lstm-figures
+    megatron-sparse profile recordings/lstm
 
 It learns to guess the next word of Python's own library. As in the model that ZEN's table 1 names,
 the softmax is sampled: a step touches the rows of the words that it read, of those that followed,

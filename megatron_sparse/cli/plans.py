@@ -12,7 +12,6 @@ from megatron_sparse.bench.exchange.options import CalibrationOptions, Calibrati
 from megatron_sparse.bench.options import parse_counts, parse_size
 from megatron_sparse.cli.outputs import (
     JsonFile,
-    figures_folder,
     writable_file,
     writable_folder,
 )
@@ -40,14 +39,6 @@ def profile(
             metavar="D", help="Keep only this fraction of each rank's gradient, by magnitude."
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=figures_folder,
-            help="Write ZEN's figures there, as PNG and CSV.",
-        ),
-    ] = None,
     json: JsonFile = None,
 ) -> None:
     """ZEN's characteristics of recorded gradients: density, overlap of ranks, skewness.
@@ -57,7 +48,7 @@ def profile(
     from megatron_sparse.report import profile as profile_report
     from megatron_sparse.run.rows import write_rows
 
-    write_rows(json, profile_report.run(recording, kind=kind, density=density, out=output))
+    write_rows(json, profile_report.run(recording, kind=kind, density=density))
 
 
 def calibrate(

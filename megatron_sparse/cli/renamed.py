@@ -37,7 +37,9 @@ OPTIONS: dict[str, str] = {
     "ranks have met and agree, and names the slowest link",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
-    "profile --out": "use `profile --output`",
+    "profile --out": "use `profile --json`; the figures have left",
+    "profile --output": "use `profile --json`, whose lines have overlap, densification, skewness; "
+    "`simulate --paper zen` draws the paper's figures",
     "report --png": "use `report RUN`, whose page has the charts as SVG",
     "simulate --out": "use `simulate --output`",
     "view --iteration": "use `report RUN`, or the iteration's line in breakdown.jsonl",

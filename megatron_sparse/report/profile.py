@@ -1,25 +1,23 @@
 """`megatron-sparse profile`: the sparsity of the gradients in a gradient dump.
 
-The table has a row for each bucket and one for all of them (the buckets concatenated; for the
-imbalance, each server's loads summed over the buckets); its numbers are means over the recorded
-iterations. `simulate.profiled` draws ZEN's figures from the same samples.
+The table has a row for each bucket and one for all of them, concatenated; its numbers are means
+over the recorded iterations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ProfileError
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
-from megatron_sparse.sparsity.balance import Loads, Sample
 from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry.console import plain_table
@@ -28,16 +26,30 @@ ALL = "all"
 """The row of all buckets of a group together."""
 
 
-def run(
-    path: Path, *, kind: str | None, density: float | None, out: Path | None
-) -> list[dict[str, Any]]:
-    """Prints the table; draws the figures if requested.
+@dataclass(frozen=True)
+class Sample:
+    """One bucket in one iteration, on all ranks of its group.
+
+    Attributes:
+        iteration: number of the iteration, as the training loop counts.
+        bucket: name of the bucket; ends in `ALL` for all buckets of the group.
+        elements: indices of each rank's non-zero elements: int64, ascending.
+        profile: the exact profile.
+    """
+
+    iteration: int
+    bucket: str
+    elements: Sequence[np.ndarray]
+    profile: SparsityProfile
+
+
+def run(path: Path, *, kind: str | None, density: float | None) -> list[dict[str, Any]]:
+    """Prints the table.
 
     Args:
         path: a run's folder, or a dump.
         kind: `gradient` or `selected`; None takes `selected` if that was recorded.
         density: first select this fraction of each rank's gradient, by magnitude.
-        out: folder for PNG and CSV.
 
     Returns:
         A JSON object for each bucket and iteration.
@@ -45,7 +57,6 @@ def run(
     Raises:
         ProfileError: the dump is missing, incomplete or damaged.
         ConfigError: a value is wrong.
-        DependencyError: figures are requested, but matplotlib is missing.
     """
     dump = GradientDump(path)
     chosen = _kind(dump, kind, density)
@@ -54,13 +65,15 @@ def run(
     if density is not None:
         what = f"the largest {density:.3%} of each rank's gradient"
     print_table(samples, f"{path}: {what}; iterations {_listed(dump.iterations)}")
-    if out is not None:
-        from megatron_sparse.simulate import profiled
-
-        for figure in profiled.figures(samples):
-            for file in figure.make(out, fast=False):
-                print(file, flush=True)
-    return [sample.line(chosen) for sample in samples]
+    return [
+        {
+            "iteration": sample.iteration,
+            "bucket": sample.bucket,
+            "kind": str(chosen),
+            "profile": sample.profile.to_dict(),
+        }
+        for sample in samples
+    ]
 
 
 def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
@@ -110,7 +123,8 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
             gradients = dump.read(iteration, name, kind)
             if density is not None:
                 gradients = [largest(gradient, density) for gradient in gradients]
-            sample = _sample(iteration, name, gradients)
+            elements = [nonzero_elements(gradient) for gradient in gradients]
+            sample = Sample(iteration, name, elements, profile_of(elements, gradients[0].numel()))
             groups.setdefault(bucket.group, []).append(sample)
             yield sample
         for group, members in groups.items():
@@ -125,57 +139,29 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
         )
 
 
-def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
-    """Measures one bucket in one iteration; `gradients` has one tensor for each rank."""
-    numel = gradients[0].numel()
-    elements = [nonzero_elements(gradient) for gradient in gradients]
-    return Sample(
-        iteration,
-        name,
-        numel,
-        elements,
-        profile=profile_of(elements, numel),
-        contiguous=Loads.contiguous(elements, numel),
-        hashed=Loads.hashed(elements, numel),
-    )
-
-
 def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
     """The sample of a group's buckets laid one behind the other, as if they were one bucket."""
-    ranks, numel = len(members[0].elements), sum(sample.numel for sample in members)
-    starts = np.cumsum([0, *(sample.numel for sample in members[:-1])])
-    placed = list(zip(members, starts, strict=True))
-    elements = []
-    for rank in range(ranks):
-        elements.append(np.concatenate([m.elements[rank] + start for m, start in placed]))
-    contiguous, hashed = members[0].contiguous, members[0].hashed
-    for member in members[1:]:
-        contiguous, hashed = contiguous + member.contiguous, hashed + member.hashed
-    profile = profile_of(elements, numel)
-    return Sample(iteration, name, numel, elements, profile, contiguous, hashed)
+    elements: list[np.ndarray] = []
+    sizes = [member.profile.numel for member in members]
+    starts = np.cumsum([0, *sizes[:-1]])
+    for of_rank in zip(*(member.elements for member in members), strict=True):
+        placed = [own_K + start for own_K, start in zip(of_rank, starts, strict=True)]
+        elements.append(np.concatenate(placed))
+    return Sample(iteration, name, elements, profile_of(elements, sum(sizes)))
 
 
 def print_table(samples: Sequence[Sample], title: str) -> None:
     """A line for each bucket: means over the iterations."""
     print(title)
-    table = plain_table("", "bucket", *PROFILE_COLUMNS, "push/pull", "hashed")
+    table = plain_table("", "bucket", *PROFILE_COLUMNS)
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
     for name, members in by_bucket.items():
         bold = name.rpartition("/")[2] == ALL
-        cells = (
-            *profile_cells([sample.profile for sample in members]),
-            _push_pull([sample.contiguous for sample in members]),
-            _push_pull([sample.hashed for sample in members]),
-        )
+        cells = profile_cells([sample.profile for sample in members])
         table.add_row(name, *cells, style="bold" if bold else None)
     # Without a terminal there is no width to keep to, and a cut table says nothing.
     console = Console(highlight=False)
     Console(highlight=False, width=None if console.is_terminal else 132).print(table)
-    print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks;")
-    print("push/pull: ZEN's imbalance ratios of contiguous shards, hashed: of its hash; 1 is best")
-
-
-def _push_pull(loads: Sequence[Loads]) -> str:
-    return f"{fmean(load.push for load in loads):.2f}/{fmean(load.pull for load in loads):.2f}"
+    print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks")

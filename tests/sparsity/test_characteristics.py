@@ -11,7 +11,7 @@ import torch
 from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import BLOCK_SIZES, SparsityProfile
 from megatron_sparse.simulate import gradients as models
-from megatron_sparse.sparsity import balance, characteristics
+from megatron_sparse.sparsity import characteristics
 from tests.overlaps import FullyOverlapping, HardlyOverlapping, exact_profile
 
 
@@ -210,18 +210,3 @@ def test_pairs_beyond_the_limit_are_spread_over_all_ranks():
     words = np.stack([characteristics.pack(np.array([rank]), 64) for rank in range(64)])
     assert characteristics.overlap_ratios(words, 10**6) == [0.0] * (64 * 63 // 2)
     assert len(characteristics.overlap_ratios(words, 100)) == 100
-
-
-def test_imbalance_of_ranges_and_of_a_hash():
-    """Everything in the first quarter: a range of four has it all, a hash spreads it."""
-    elements = [np.arange(0, 10_000, 2), np.arange(1, 10_000, 2)]
-    contiguous = balance.Loads.contiguous(elements * 2, 40_000)
-    assert contiguous.push == contiguous.pull == 4
-    hashed = balance.Loads.hashed(elements * 2, 40_000)
-    # 1,250 a partition, of 2,500 for the union: five standard deviations are 0.14 and 0.10.
-    assert 1 <= hashed.push < 1.14
-    assert 1 <= hashed.pull < 1.10
-    both = contiguous + hashed
-    assert both.push_nP.sum() == 4 * 2 * 5000
-    nothing = balance.Loads.contiguous([np.array([], dtype=np.int64)] * 2, 10)
-    assert nothing.push == nothing.pull == 1
