@@ -86,7 +86,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folders of runs, the baseline first, or a sweep's runs_dir for all.",
+            help="Folders of runs, or a sweep's runs_dir for all.",
         ),
     ],
     output: Annotated[

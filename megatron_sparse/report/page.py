@@ -66,8 +66,7 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: folders of the runs, or of several runs each; the others are compared with the
-            first run.
+        folders: folders of the runs, or of several runs each.
         outputs: the files. One that ends in `.csv` gets a line for each run, any other is a page.
             Their folders are made if needed.
 
@@ -77,7 +76,7 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
     """
-    # Once each: the baseline may be named before the folder that it is in.
+    # Once each: a run may be named before the folder that it is in, to come first.
     found: dict[Path, Path] = {}
     for folder in folders:
         found |= {run_folder.resolve(): run_folder for run_folder in _runs_of(folder)}

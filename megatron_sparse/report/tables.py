@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,7 +62,6 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         return quantity.label, lambda run: quantity.cell(run.summary)
 
     gathers = any(run.summary["param_dense_bytes"] for run in runs)
-    baseline = runs[0]
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("iterations", _iterations),
         ("ranks", lambda run: _ranks(run.summary)),
@@ -77,7 +75,6 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("bytes sent, whole run", lambda run: _traffic(run.summary, "")),
         of("iteration_ms"),
         of("iteration_ms_p95"),
-        *([(f"against {baseline.key}", _against(baseline))] if len(runs) > 1 else []),
         of("exposed_share"),
         ("exposed, mean ms", lambda run: of_all(at_target(run.summary))),
         of("overlapped_ms"),
@@ -104,48 +101,6 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         note,
         frozenset(range(len(runs) + 1)),
     )
-
-
-_UNLIKE = {
-    "model": "another model",
-    "megatron.hybrid_layer_pattern": "another pattern of layers",
-    "megatron.num_experts": "another number of experts",
-    "data": "other data",
-    "cluster.nodes": "another number of nodes",
-    "cluster.ranks_per_node": "another number of ranks on a node",
-    "cluster.device": "another device",
-}
-"""Keys, or sections, whose difference forbids comparing times and losses; and how it is called."""
-
-
-def unlike(run: RunData, baseline: RunData) -> list[str]:
-    """Why times and losses of two runs cannot be compared, in words; empty where they can."""
-    if not (run.config and baseline.config):
-        return ["a configuration is unknown"]
-    keys = {*run.config, *baseline.config}
-    unequal = [key for key in keys if run.config.get(key) != baseline.config.get(key)]
-
-    def differs(section: str) -> bool:
-        return any(key == section or key.startswith(f"{section}.") for key in unequal)
-
-    found = [words for section, words in _UNLIKE.items() if differs(section)]
-    devices = {one.summary.get("device") for one in (run, baseline)} - {None}
-    if len(devices) > 1 and _UNLIKE["cluster.device"] not in found:
-        found.append(_UNLIKE["cluster.device"])  # two kinds of GPU
-    return found + ["another batch size"] * (_batch_size(run) != _batch_size(baseline))
-
-
-def _batch_size(run: RunData) -> Any:
-    """Samples of an iteration, given or derived; None where the configuration is not known."""
-    given = run.config.get("training.global_batch_size")
-    multiplied = ("training.micro_batch_size", "cluster.nodes", "cluster.ranks_per_node")
-    divided = ("training.tensor_parallel", "training.pipeline_parallel")
-    factors: list[Any] = [run.config.get(name) for name in multiplied]
-    divisors: list[Any] = [run.config.get(name) for name in divided]
-    divisors.append(run.config.get("megatron.context_parallel_size", 1))
-    if given is not None or None in (*factors, *divisors):
-        return given
-    return prod(factors) // prod(divisors)
 
 
 def _iterations(run: RunData) -> str:
@@ -186,21 +141,6 @@ def _versions(run: RunData) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version) or (
         UNKNOWN
     )
-
-
-def _against(baseline: RunData) -> Callable[[RunData], str]:
-    """Makes the function of a run's cell: its iteration's time over that of the baseline."""
-    quantity = QUANTITIES["iteration_ms"]
-
-    def cell(run: RunData) -> str:
-        if run is baseline:
-            return "the baseline"
-        if words := unlike(run, baseline):
-            return f"not compared: {', '.join(words)}"
-        own_ms, other_ms = quantity.of(run.summary), quantity.of(baseline.summary)
-        return f"{own_ms / other_ms:.2f} times as long" if own_ms and other_ms else UNKNOWN
-
-    return cell
 
 
 def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -169,7 +168,6 @@ def test_numbers_of_the_summary(run, tmp_path):
     assert table["bytes sent / dense"] == ["2.00%", "10.00%"]
     assert table["density sent"] == ["1.00%", "5.00%"]
     assert table["schemes at the end"] == ["direct x 3"] * 2
-    assert table["against A"] == ["the baseline", "1.00 times as long"]
     assert table["exposed, mean ms"] == ["10.00 of 100.00 ms"] * 2
     assert table["exposed / iteration"] == ["10.00%", "10.00%"]
     assert table["throughput"] == ["-", "-"]
@@ -189,41 +187,13 @@ def test_gathers_of_parameters_are_shown_beside_gradients(run, tmp_path):
     assert "with parameters / dense" not in cells(tables.summary_table([load_run(run, 0)]))
 
 
-def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
-    unlike = {"model": {"num_layers": 4}, "cluster": {"ranks_per_node": 1}}
-    other = make_run(tmp_path / "other", "other", iterations=9, config=unlike)
-    runs = [load_run(run, 0), load_run(other, 1)]
-    table = cells(tables.summary_table(runs))
-    words = "not compared: another model, another number of ranks on a node"
-    assert table["against A"][1] == words
-    assert table["iterations"] == ["12", "9"]
-
-
-def test_models_that_differ_in_megatrons_own_flags_are_not_compared(run, tmp_path):
-    flags = {"num_experts": 8, "hybrid_layer_pattern": "M*M*", "seed": 1}
-    other = make_run(tmp_path / "other", "other", iterations=9, config={"megatron": flags})
-    words = ["another pattern of layers", "another number of experts"]
-    assert tables.unlike(load_run(other, 0), load_run(run, 1)) == words
-
-
-def test_a_batch_size_that_follows_from_others_is_compared(run):
-    keys = {"training.micro_batch_size": 2, "cluster.nodes": 1, "cluster.ranks_per_node": 4}
-    keys |= {"training.tensor_parallel": 1, "training.pipeline_parallel": 2}
-    first = replace(load_run(run, 0), config=keys)
-    larger = replace(first, config=keys | {"training.micro_batch_size": 8})
-    assert tables.unlike(first, larger) == ["another batch size"]
-    same = replace(first, config=keys | {"training.global_batch_size": 4})
-    assert tables.unlike(first, same) == []
-
-
-def test_the_baseline_is_shown_first(run, tmp_path):
+def test_runs_are_shown_in_the_order_in_which_they_are_named(run, tmp_path):
     runs, output = tmp_path / "runs", tmp_path / "report.html"
     _, baseline = [make_run(runs / name, name, iterations=3) for name in ("b", "c")]
     assert commands.run("report", baseline, runs, run, "--output", output) == 0
     page_text = output.read_text()
     assert page_text.index("A: c") < page_text.index("B: b") < page_text.index("C: one")
     assert "D: " not in page_text
-    assert "against A" in page_text
 
 
 def test_charts_of_several_runs_share_their_scales(run, tmp_path):
@@ -440,15 +410,6 @@ def test_many_buckets(tmp_path):
     # Bars, and lines too many for a colour each.
     for chart in page.sections_of([data])[3].charts + page.sections_of([data])[4].charts:
         assert chart.svg().startswith("<svg")
-
-
-def test_unknown_configurations_and_other_gpus_are_not_compared(run):
-    first = load_run(run, 0)
-    unknown = replace(first, config={})
-    for pair in ((first, unknown), (unknown, unknown)):
-        assert tables.unlike(*pair) == ["a configuration is unknown"]
-    gpus = [replace(first, summary={**first.summary, "device": name}) for name in ("A100", "H200")]
-    assert tables.unlike(*gpus) == ["another device"]
 
 
 def test_a_summary_of_an_earlier_end_is_told(folder):
