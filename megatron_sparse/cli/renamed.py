@@ -15,7 +15,7 @@ RENAMED: dict[str, str] = {
     "bench prune": "use `bench codecs --op prune`",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
     "schedule": "use `simulate --paper stragglar`, which draws what schedules cost",
-    "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
+    "stragglers": "use `report RUN`, which has a table; delays are in readiness.jsonl",
     "sweep": "use `report RUNS_DIR --output sweep.csv`, which has a line for each run",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""

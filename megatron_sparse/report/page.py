@@ -19,9 +19,10 @@ from jinja2 import Environment, StrictUndefined
 
 from megatron_sparse.config.described import canonical
 from megatron_sparse.errors import ConfigError, writing
-from megatron_sparse.report import exposed, run_charts, tables, theme
-from megatron_sparse.report.charts import Chart
+from megatron_sparse.report import run_charts, tables, theme
+from megatron_sparse.report.charts import Chart, short
 from megatron_sparse.report.run_data import RunData, load_run
+from megatron_sparse.telemetry.quantities import at_target, of_all, percent, rate, scope
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.version import __version__
 
@@ -53,8 +54,8 @@ class Section:
 
     @property
     def absent(self) -> str:
-        """The sentence `unknown`; empty if there is a chart, or a text to unfold."""
-        return "" if self.charts or self.folds else self.unknown
+        """The sentence `unknown`; empty if the section has anything to show."""
+        return "" if self.charts or self.tables or self.folds else self.unknown
 
     @property
     def rows(self) -> list[list[Chart]]:
@@ -130,7 +131,9 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
         section(
             "bytes",
             "Bytes on the wire",
-            tables=[tables.phase_table(one, runs) for one in runs],
+            tables=[
+                tables.phase_table(one, runs) for one in runs if one.iterations.dense_bytes.any()
+            ],
             unknown="One rank alone sends nothing.",
         ),
         section(
@@ -163,9 +166,26 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
 
 
 def _answer(one: RunData, runs: Sequence[RunData]) -> str:
-    """How much of the run's iterations is exposed, and in which buckets."""
-    text = " ".join(exposed.sentences(one.summary, one.exposed))
-    return text if len(runs) == 1 else f"{run_charts.label_of(one, runs)}. {text}"
+    """How much of the run's iterations is exposed, the two longest waits, the throughput."""
+    summary, steady = one.summary, at_target(one.summary)
+    said = [] if len(runs) == 1 else [f"{run_charts.label_of(one, runs)}."]
+    said.append(
+        f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
+        f"{of_all(steady)}, means of {scope(summary)}."
+    )
+    if summary.get("device", "cpu") != "cpu":
+        said.append("These are the host's waits: streams' waits are part of the stage optimizer.")
+    waits_ms = {bucket.name: bucket.exposed_us / 1e3 for bucket in one.buckets.values()}
+    if param_wait_ms := steady["stage_ms_mean"]["param_wait"]:
+        waits_ms["parameters"] = param_wait_ms
+    whole_ms = sum(waits_ms.values())
+    if whole_ms and len(waits_ms) > 1:
+        worst = sorted(waits_ms, key=lambda name: -waits_ms[name])[:2]
+        named = " and ".join(f"{short(name)} ({waits_ms[name] / whole_ms:.0%})" for name in worst)
+        said.append(f"The longest waits are for {named}.")
+    if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
+        said.append(f"Throughput: {speed}.")
+    return " ".join(said)
 
 
 def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:

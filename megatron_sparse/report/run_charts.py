@@ -1,19 +1,17 @@
 """The charts of a report.
 
-First those with a line for each run: loss, bytes, time, stragglers. Then those of one run: its
-iterations stage by stage, its buckets, and their sparsity.
+First those with a line for each run: loss, bytes, time. Then those of one run: its iterations and
+its buckets, stage by stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
-from megatron_sparse.report import exposed, theme
+from megatron_sparse.report import theme
 from megatron_sparse.report.charts import (
     TARGET_NOTE,
     Chart,
@@ -27,7 +25,6 @@ from megatron_sparse.report.charts import (
 )
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.simulate.figures import Axes, log_axis
-from megatron_sparse.straggler.detector import delay_s
 from megatron_sparse.telemetry.quantities import REST
 
 BAR_IN, AXIS_IN = 0.3, 1.1
@@ -40,16 +37,12 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     """The charts that the runs have data for, by section."""
     sending = [run for run in runs if run.iterations.dense_bytes.any()]
     has_loss = any(np.isfinite(run.iterations.loss).any() for run in runs)
-    found = {
+    return {
         "loss": [_loss(runs)] if has_loss else [],
         "bytes": [_wire_ratio(sending)] if sending else [],
-        "exposed": _exposed_share(runs),
+        "exposed": [_exposed_share(runs)],
         "iteration": [_iteration_time(runs)],
-        "stragglers": [],
     }
-    if measured := [run for run in runs if run.readiness]:
-        found["stragglers"] = [_delays(measured)]
-    return found
 
 
 def label_of(run: RunData, of: Sequence[RunData]) -> str:
@@ -72,12 +65,8 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
         )
         mark_target(axes, run.iterations.target_begins, theme.of_run(run.index).light)
     axes.set_xlabel("iteration")
-    _legend(axes, handles, runs)
-
-
-def _legend(axes: Axes, handles: Sequence[Any], runs: Sequence[RunData]) -> None:
     if len(runs) > 1:
-        axes.legend(list(handles), [label_of(run, runs) for run in runs])
+        axes.legend(handles, [label_of(run, runs) for run in runs])
 
 
 def _loss(runs: Sequence[RunData]) -> Chart:
@@ -102,10 +91,7 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
 
 
-def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
-    """A line for each run; no chart for a single run whose chart by bucket shows the same."""
-    if len(runs) == 1 and runs[0].exposed.shares():
-        return []
+def _exposed_share(runs: Sequence[RunData]) -> Chart:
     percents = [run.iterations.exposed_share * 100 for run in runs]
     # A few slow iterations may leave the chart: the others would be flat beside them.
     highest = max(float(np.nanpercentile(percent, 98)) for percent in percents)
@@ -120,7 +106,7 @@ def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
         + TARGET_NOTE
     )
     note += thinned_note(_lengths(runs))
-    return [Chart("exposed-share", "Exposed communication (% of the iteration)", note, draw)]
+    return Chart("exposed-share", "Exposed communication (% of the iteration)", note, draw)
 
 
 def _iteration_time(runs: Sequence[RunData]) -> Chart:
@@ -140,31 +126,6 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 
 
-def _delays(runs: Sequence[RunData]) -> Chart:
-    """The chart of how the last rank's delays are distributed, a line for each run."""
-
-    def draw(axes: Axes) -> None:
-        handles = []
-        for run in runs:
-            records = [record for of_bucket in run.readiness.values() for record in of_bucket]
-            delays_s = [delay_s(record.ready_s) for record in records]
-            fractions = np.linspace(0, 1, 200)  # the points of the line
-            (handle,) = axes.plot(
-                np.quantile(delays_s, fractions) * 1e3,
-                fractions,
-                color=theme.of_run(run.index).light,
-            )
-            handles.append(handle)
-        axes.set(xlabel="delay of the last rank (ms)", ylabel="fraction", ylim=(0, 1.02))
-        _legend(axes, handles, runs)
-
-    note = (
-        "For each delay, the fraction of bucket synchronisations whose last rank was at most that "
-        "much later than all others."
-    )
-    return Chart("straggler-delays", "How late the last rank was", note, draw)
-
-
 def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     """The charts of a run, by section.
 
@@ -180,17 +141,10 @@ def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart
         axes.set_xlim(first, max(last, axes.get_xlim()[1]))
 
     # The same scales for all runs.
-    top = max(one.exposed.top() for one in runs)
     top_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
-    by_bucket = exposed.chart(run.exposed, len(run.iterations.number), top, mark)
-    breakdown = _breakdown(run, top_ms, mark)
-    profiles = [profile for one in runs for profile in one.profiles.values()]
     found = {
-        "exposed": [chart for chart in (by_bucket, breakdown) if chart is not None],
+        "exposed": [_breakdown(run, top_ms, mark)],
         "buckets": [_buckets(run, runs)] if run.buckets else [],
-        "sparsity": (
-            [_densification(run, profiles), _skewness(run, profiles)] if run.profiles else []
-        ),
     }
     if len(runs) == 1:
         return found
@@ -234,91 +188,23 @@ def slowest(run: RunData, most: int) -> list[BucketMedians]:
 
 
 def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
-    """The chart of the slowest buckets' stages, with predicted times if there are any."""
+    """The chart of the slowest buckets' stages."""
     shown = slowest(run, MOST_BUCKETS)
-    predicted = any(bucket.predicted_us is not None for bucket in shown)
     # Bars and scales of all runs are alike.
     shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
     bar_count = max(map(len, shown_of))
-    times_us = [max(b.measured_us, b.predicted_us or 0.0) for buckets in shown_of for b in buckets]
+    longest_us = max(bucket.measured_us for buckets in shown_of for bucket in buckets)
 
     def draw(axes: Axes) -> None:
         stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
         stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
-        if predicted:
-            diamonds = [(b.predicted_us / 1e3, i) for i, b in enumerate(shown) if b.predicted_us]
-            axes.plot(
-                *zip(*diamonds, strict=True),
-                marker="D",
-                linestyle="none",
-                markersize=4,
-                color=theme.INK.light,
-                label="predicted",
-            )
         axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first bar on top
-        axes.set_xlim(0, max(times_us) / 1e3 * 1.05 or 1.0)
+        axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)
         legend_below(axes, 4)
 
     count = max(bucket.count for bucket in shown)
     all_of = len(run.buckets)
     few = f"The {len(shown)} slowest of {all_of} buckets" if all_of > len(shown) else "Each bucket"
-    note = f"{few}, medians of the last {count} iterations." + (
-        " The diamond is the planner's predicted time of all stages." if predicted else ""
-    )
+    note = f"{few}, medians of the last {count} iterations."
     height_in = AXIS_IN + 0.2 + BAR_IN * max(bar_count, 2)
     return Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
-
-
-def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
-    """Draws a line (y by x, in `values`) for each bucket: grey if there are too few colours."""
-    for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
-        named = len(values) <= len(theme.SERIES)
-        axes.plot(
-            list(points),
-            list(points.values()),
-            marker="o",
-            markersize=3,
-            color=theme.of_run(index).light if named else theme.MUTED.light,
-            label=short(name) if named else None,
-            alpha=1.0 if named else 0.5,
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    legend_below(axes)
-
-
-def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
-    """The chart of a run's densities; `profiles`, of all runs, give its scale."""
-    densities = [profile.sum_density(k) for profile in profiles for k in profile.densification]
-    highest = max(densities)
-
-    def draw(axes: Axes) -> None:
-        values = [
-            {k: profile.sum_density(k) * 100 for k in profile.densification}
-            for profile in run.profiles.values()
-        ]
-        _profile_lines(axes, run, values)
-        axes.set(xlabel="ranks in the sum", ylabel="non-zero %")
-        axes.set_ylim(0, highest * 105)  # in percent, with 5 % above
-
-    note = (
-        "Density of the sum of k ranks' gradients, sampled by the planner (ZEN, definition 4): "
-        "constant if ranks share all elements, proportional to k if they share none."
-    )
-    return Chart("densification", "How sums fill up", note, draw)
-
-
-def _skewness(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
-    """The chart of a run's skewness; `profiles`, of all runs, give its scale."""
-    values = [skewness for profile in profiles for skewness in profile.skewness.values()]
-    highest = max(values, default=1.0)
-
-    def draw(axes: Axes) -> None:
-        _profile_lines(axes, run, [profile.skewness for profile in run.profiles.values()])
-        axes.set(xlabel="partitions", ylabel="densest / mean", ylim=(0.95, highest * 1.05))
-
-    note = (
-        "Density of the densest of p equal ranges over the mean density (ZEN, definition 5): 1 if "
-        "the elements are spread evenly."
-    )
-    return Chart("skewness", "How unevenly non-zeros are spread", note, draw)

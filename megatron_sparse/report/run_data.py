@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -24,7 +24,6 @@ from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import ReadinessRecord
-from megatron_sparse.report.exposed import ExposedTimes
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import Iterations, RunHistory
@@ -52,6 +51,8 @@ class BucketMedians:
         stage_us: microseconds by stage.
         measured_us: microseconds of all stages together.
         predicted_us: the cost model's prediction for them; None if no model chose the scheme.
+        exposed_us: microseconds that the training thread waited for it; a mean, so that the waits
+            for all buckets add up.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BucketMedians:
     stage_us: Mapping[str, float]
     measured_us: float
     predicted_us: float | None
+    exposed_us: float
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class RunData:
         plan: rows of `plan.json`, by bucket.
         profiles: sparsity of the gradients as the planner sampled it, by bucket.
         readiness: the ranks' waits for one another, by bucket.
-        exposed: the training thread's waits for each bucket and for parameters, over the run.
         command: the command that started the run; empty if unknown.
         config: configuration values by dotted key.
         gaps: sentences about missing data.
@@ -95,7 +96,6 @@ class RunData:
     plan: Mapping[str, Mapping[str, Any]]
     profiles: Mapping[str, SparsityProfile]
     readiness: Mapping[str, list[ReadinessRecord]]
-    exposed: ExposedTimes
     command: str
     config: Mapping[str, Any]
     gaps: Sequence[str]
@@ -119,20 +119,16 @@ def load_run(folder: Path, index: int) -> RunData:
     command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
     plan, profiles = _load_plan(folder, gaps)
-    exposed = ExposedTimes(
-        iterations.number, iterations.iteration_ms, iterations.stage_ms["param_wait"]
-    )
     return RunData(
         index=index,
         folder=folder,
         name=str(summary.get("name") or folder.resolve().name),
         summary=summary,
         iterations=iterations,
-        buckets=_load_buckets(folder, lines[-1].iteration, exposed, gaps),
+        buckets=_load_buckets(folder, lines[-1].iteration, gaps),
         plan=plan,
         profiles=profiles,
         readiness=_load_readiness(folder, gaps),
-        exposed=exposed,
         command=command,
         config=config,
         gaps=gaps,
@@ -259,15 +255,12 @@ def _load_plan(
     return {}, {}  # the file is damaged
 
 
-def _load_buckets(
-    folder: Path, last: int, exposed: ExposedTimes, gaps: list[str]
-) -> dict[str, BucketMedians]:
-    """The buckets' medians over the iterations from `last - WINDOW + 1` on; fills `exposed`."""
+def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
+    """The buckets' medians over the iterations from `last - WINDOW + 1` on."""
     path, damaged = folder / BUCKETS_FILE, []
     recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
     try:
         for line in read_lines(path, damaged):
-            exposed.add(line)
             if last - WINDOW < line["iteration"] <= last:
                 recent[line["bucket"]].append(line)
         found = {name: _medians(name, list(lines)) for name, lines in recent.items()}
@@ -304,6 +297,7 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
         },
         measured_us=middle(lambda line: sum(line["stage_us"].values())),
         predicted_us=None if predicted is None else float(predicted),
+        exposed_us=fmean(line["exposed_us"] for line in alike),
     )
 
 

@@ -156,6 +156,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
     shown = slowest(run, MOST_BUCKETS)
     left_out = len(run.buckets) - len(shown)
     note = (
+        "Exposed: the training thread waited for the bucket, on average. "
         "Measured: all stages of the bucket, medians. Predicted: by the planner's cost model; "
         "a dash if no model chose the scheme. Ratio: measured / predicted."
     )
@@ -169,6 +170,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
             "scheme",
             "density",
             "sent",
+            "exposed ms",
             "predicted ms",
             "measured ms",
             "ratio",
@@ -176,7 +178,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
         ],
         [_bucket_row(bucket, run) for bucket in shown],
         note,
-        words=frozenset({0, 2, 8}),  # bucket, scheme and reason
+        words=frozenset({0, 2, 9}),  # bucket, scheme and reason
     )
 
 
@@ -189,6 +191,7 @@ def _bucket_row(bucket: BucketMedians, run: RunData) -> list[str]:
         bucket.scheme,
         percent(bucket.density),
         size(bucket.wire_bytes),
+        ms(bucket.exposed_us / 1e3),
         ms(None if predicted_us is None else predicted_us / 1e3),
         ms(bucket.measured_us / 1e3),
         f"{bucket.measured_us / predicted_us:.2f}" if predicted_us else UNKNOWN,

@@ -20,7 +20,7 @@ from megatron_sparse.report.run_data import load_breakdown
 from tests.integration import browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
-WIDTH, HEIGHT = 1180, 2600
+WIDTH, HEIGHT = 1180, 2185
 COLUMNS = 100
 
 
