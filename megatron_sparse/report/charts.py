@@ -1,9 +1,8 @@
 """A chart: drawn by matplotlib once, shown as SVG inside the page.
 
 SVG instead of an interactive library: a page of ten charts takes a few hundred kilobytes instead of
-megabytes, prints sharply, needs no script, and follows the reader's light or dark mode (`theme`).
-Charts are narrow, so that their text is readable on a phone; a wide screen shows several side by
-side.
+megabytes, prints sharply and needs no script. Charts are narrow, so that their text is readable on
+a phone; a wide screen shows several side by side.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _STYLE: Any = {
     "axes.titlesize": 9,
     # A run's name may hold dollars and underscores.
     "text.parse_math": False,
-    "text.color": theme.INK.light,
-    "axes.labelcolor": theme.INK.light,
-    "axes.edgecolor": theme.MUTED.light,
-    "xtick.color": theme.MUTED.light,
-    "ytick.color": theme.MUTED.light,
-    "xtick.labelcolor": theme.INK.light,
-    "ytick.labelcolor": theme.INK.light,
-    "grid.color": theme.LINE.light,
+    "text.color": theme.INK,
+    "axes.labelcolor": theme.INK,
+    "axes.edgecolor": theme.MUTED,
+    "xtick.color": theme.MUTED,
+    "ytick.color": theme.MUTED,
+    "xtick.labelcolor": theme.INK,
+    "ytick.labelcolor": theme.INK,
+    "grid.color": theme.LINE,
     "grid.linewidth": 0.6,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -83,7 +82,7 @@ class Chart:
         return replace(self, name=name, title=title, kind=self.name)
 
     def svg(self) -> str:
-        """An `<svg>` element whose colours are the page's variables and whose ids are unique."""
+        """An `<svg>` element in the page's font and width, whose ids are unique."""
         from matplotlib import figure, rc_context
 
         file = io.StringIO()
@@ -93,7 +92,7 @@ class Chart:
             canvas = figure.Figure(figsize=(WIDTH_IN, self.height_in))
             self.draw(canvas.subplots())
             canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
-        return _themed(_cleaned(file.getvalue(), self.name), self.title)
+        return _styled(_cleaned(file.getvalue(), self.name), self.title)
 
 
 def _cleaned(text: str, prefix: str) -> str:
@@ -109,18 +108,8 @@ def _cleaned(text: str, prefix: str) -> str:
     return re.sub(r"<[^>]+>", with_prefix, text)
 
 
-_VARIABLES = {colour.light: f"var(--{colour.name})" for colour in theme.COLOURS}
-_COLOUR = re.compile("|".join(_VARIABLES))
-
-
-def _themed(text: str, title: str) -> str:
-    """The `<svg>` element in the page's colours, font and width; screen readers get the title."""
-
-    def in_variables(tag: re.Match[str]) -> str:
-        """The tag with the page's CSS variables in place of its colours."""
-        return _COLOUR.sub(lambda colour: _VARIABLES[colour.group()], tag.group())
-
-    text = re.sub(r"<[^>]+>", in_variables, text)
+def _styled(text: str, title: str) -> str:
+    """The `<svg>` element in the page's font and width; screen readers get the title."""
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*pt"', "", head)  # the page sets them
@@ -196,7 +185,7 @@ def stacked_bars(
     for stage in stages:
         widths = np.array([of_bar.get(stage, 0.0) for of_bar in parts])
         if widths.any():
-            colour = theme.STAGES[stage].light
+            colour = theme.STAGES[stage]
             axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
             left += widths
     axes.set_yticks(places, names)
@@ -205,7 +194,7 @@ def stacked_bars(
     axes.set_xlabel("ms")
 
 
-def mark_target(axes: Axes, begins: int | None, colour: str = theme.INK.light) -> None:
+def mark_target(axes: Axes, begins: int | None, colour: str = theme.INK) -> None:
     """A dotted vertical line where the target density begins; none for None."""
     if begins is not None:
         axes.axvline(begins - 0.5, color=colour, linestyle=(0, (1, 2)), linewidth=1.2, zorder=3)

@@ -205,7 +205,7 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         gaps += [prefix + gap for gap in one.gaps]
     return page.render(
         title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
-        colours=theme.COLOURS,
+        colours=theme.OF_PAGE,
         style=(source / "page.css").read_text(encoding="utf-8"),
         runs=runs,
         colour_of_run=theme.of_run,

@@ -60,10 +60,8 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
     for run, value in zip(runs, values, strict=True):
         x, y = thinned(run.iterations.number, value)
         single = np.isfinite(y).sum() == 1  # a line of one point shows only with a marker
-        handles += axes.plot(
-            x, y, color=theme.of_run(run.index).light, marker="o" if single else None
-        )
-        mark_target(axes, run.iterations.target_begins, theme.of_run(run.index).light)
+        handles += axes.plot(x, y, color=theme.of_run(run.index), marker="o" if single else None)
+        mark_target(axes, run.iterations.target_begins, theme.of_run(run.index))
     axes.set_xlabel("iteration")
     if len(runs) > 1:
         axes.legend(handles, [label_of(run, runs) for run in runs])
@@ -168,7 +166,7 @@ def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
             axes,
             thin[REST][0],  # all stages have the same x
             {stage: y for stage, (_, y) in thin.items()},
-            [theme.STAGES[stage].light for stage in thin],
+            [theme.STAGES[stage] for stage in thin],
             top,
         )
         mark(axes)

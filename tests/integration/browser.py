@@ -25,13 +25,9 @@ def opened() -> Iterator[Browser]:
             yield browser
 
 
-def tab_of(browser: Browser, path: Path, width: int, height: int, *, dark: bool = False) -> Page:
+def tab_of(browser: Browser, path: Path, width: int, height: int) -> Page:
     """A new tab that has drawn a file, on a screen of that size; a narrow one is a phone's."""
-    tab = browser.new_page(
-        viewport={"width": width, "height": height},
-        is_mobile=width < 600,
-        color_scheme="dark" if dark else "light",
-    )
+    tab = browser.new_page(viewport={"width": width, "height": height}, is_mobile=width < 600)
     tab.set_default_timeout(1e3 * DEADLINE_S)
     tab.goto(path.resolve().as_uri())
     return tab
