@@ -127,11 +127,6 @@ class IterationBreakdown:
         return thread_parts(self.stage_ms, self.iteration_ms)[REST]
 
     @property
-    def param_wire_ratio(self) -> float | None:
-        """`wire_ratio` of the parameters."""
-        return ratio(self.param_wire_bytes, self.param_dense_bytes)
-
-    @property
     def wire_ratio(self) -> float | None:
         """wire_bytes / dense_bytes; None where dense would send nothing (a single rank)."""
         return ratio(self.wire_bytes, self.dense_bytes)

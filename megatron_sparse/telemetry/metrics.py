@@ -76,7 +76,6 @@ METRICS = (
     Metric("comm/grad_exposed_ms", "ms", "the part of it for gradients"),
     Metric("comm/exposed_share", "", "exposed time over the iteration's time"),
     Metric("comm/overlapped_ms", "ms", "a bucket was in flight and the thread did not wait"),
-    Metric("comm/host_cpu_ms", "ms", "CPU time of the progress thread, over all buckets"),
     Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
     Metric("comm/wire_bytes", "B", "bytes that this rank sent"),
     Metric("comm/inside_bytes", "B", "those of them that stayed inside the node or instance"),
@@ -87,7 +86,6 @@ METRICS = (
     Metric("params/exposed_ms", "ms", "the part of `comm/exposed_ms` for gathered parameters"),
     Metric("params/dense_bytes", "B", "bytes of parameters in a raw all-gather on a ring"),
     Metric("params/wire_bytes", "B", "bytes of parameters that this rank sent"),
-    Metric("params/wire_ratio", "", "the parameters' wire bytes over their dense bytes"),
     Metric("compression/density", "", "elements sent over elements in the buckets"),
     Metric(
         "compression/target_density",
@@ -105,17 +103,11 @@ METRICS = (
     Metric("straggler/buckets_without", "buckets", "buckets that skipped a rank", of=None),
     Metric("bucket/<bucket>/exposed_ms", "ms", "the training thread waited for it", sampled=True),
     Metric("bucket/<bucket>/network_ms", "ms", "transfers and waits for peers", sampled=True),
-    Metric("bucket/<bucket>/sync_ms", "ms", "time from launch to end", sampled=True),
     Metric("bucket/<bucket>/measured_ms", "ms", "measured time of all stages", sampled=True),
     Metric("bucket/<bucket>/predicted_ms", "ms", "predicted time of all stages", sampled=True),
-    Metric("bucket/<bucket>/host_cpu_ms", "ms", "CPU time of the progress thread", sampled=True),
-    Metric("bucket/<bucket>/dense_bytes", "B", "bytes in a dense ring", sampled=True),
     Metric("bucket/<bucket>/wire_bytes", "B", "bytes that this rank sent", sampled=True),
-    Metric("bucket/<bucket>/density", "", "density sent", sampled=True),
-    Metric("bucket/<bucket>/target_density", "", "target density", sampled=True),
     Metric("bucket/<bucket>/threshold", "", "median over its parameters", sampled=True),
     Metric("bucket/<bucket>/delay_ms", "ms", "delay of its last rank", sampled=True),
-    Metric("bucket/<bucket>/straggler", "", "the rank that it skipped", sampled=True),
     Metric("extra/<name>", "", "a number that your own training loop adds"),
 )
 
@@ -178,16 +170,10 @@ def bucket_scalars(
         values = {
             "exposed_ms": record.exposed_s * 1e3,
             "network_ms": stage_us["network"] / 1e3,
-            "sync_ms": (record.finished_s - record.launched_s) * 1e3,
             "measured_ms": sum(stage_us[stage] for stage in BUCKET_STAGES) / 1e3,
             "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
-            "host_cpu_ms": record.host_cpu_us / 1e3,
-            "dense_bytes": record.dense_bytes,
             "wire_bytes": record.wire_bytes,
-            "density": record.nnz / record.numel if record.numel else None,
-            "target_density": record.density,
             "threshold": threshold.get(record.bucket),
-            "straggler": record.straggler,
         }
         named |= {f"bucket/{record.bucket}/{name}": value for name, value in values.items()}
     for late in readiness:

@@ -56,34 +56,23 @@ def test_every_stage_is_known_and_other_names_are_not():
 def test_bucket_scalars():
     made = record(
         predicted_us=4000.0,
-        launched_s=1.0,
-        finished_s=1.5,
-        dense_bytes=4000,
         wire_bytes=240,
-        straggler=2,
-        host_cpu_us=1500.0,
         exposed_s=0.125,
     )
     late = ReadinessRecord("group0.0", 1, (0.25, 0.0, 0.0))
     assert bucket_scalars([made], {"group0.0": 0.125}, [late]) == {
         "bucket/group0.0/exposed_ms": 125.0,
         "bucket/group0.0/network_ms": 2.0,
-        "bucket/group0.0/sync_ms": 500.0,
         "bucket/group0.0/measured_ms": 2.5,
         "bucket/group0.0/predicted_ms": 4.0,
-        "bucket/group0.0/host_cpu_ms": 1.5,
-        "bucket/group0.0/dense_bytes": 4000.0,
         "bucket/group0.0/wire_bytes": 240.0,
-        "bucket/group0.0/density": 0.03,
-        "bucket/group0.0/target_density": 0.02,
         "bucket/group0.0/threshold": 0.125,
-        "bucket/group0.0/straggler": 2.0,
         # Two ranks were ready at the same time and waited only for each other: a delay of 0.
         "bucket/group0.0/delay_ms": pytest.approx(0.0),
     }
     # Unknown values are left out, not 0.
-    left = bucket_scalars([record(numel=0, nnz=0)], {}, [])
-    for name in ("predicted_ms", "threshold", "straggler", "density"):
+    left = bucket_scalars([record()], {}, [])
+    for name in ("predicted_ms", "threshold"):
         assert f"bucket/group0.0/{name}" not in left
 
 
