@@ -33,12 +33,6 @@ def profile(
     kind: Annotated[
         str | None, typer.Option(help="gradient | selected; default: selected, if it was recorded.")
     ] = None,
-    density: Annotated[
-        float | None,
-        typer.Option(
-            metavar="D", help="Keep only this fraction of each rank's gradient, by magnitude."
-        ),
-    ] = None,
     json: JsonFile = None,
 ) -> None:
     """ZEN's characteristics of recorded gradients: density, overlap of ranks, skewness.
@@ -48,7 +42,7 @@ def profile(
     from megatron_sparse.report import profile as profile_report
     from megatron_sparse.run.rows import write_rows
 
-    write_rows(json, profile_report.run(recording, kind=kind, density=density))
+    write_rows(json, profile_report.run(recording, kind))
 
 
 def calibrate(

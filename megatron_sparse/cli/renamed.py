@@ -37,6 +37,7 @@ OPTIONS: dict[str, str] = {
     "ranks have met and agree, and names the slowest link",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
+    "profile --density": "record at that density: `profile RUN` shows the selection",
     "profile --out": "use `profile --json`; the figures have left",
     "profile --output": "use `profile --json`, whose lines have overlap, densification, skewness; "
     "`simulate --paper zen` draws the paper's figures",

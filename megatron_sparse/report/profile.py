@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.checks import one_of
 from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
-from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of
+from megatron_sparse.sparsity.characteristics import nonzero_elements, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry.console import plain_table
 
@@ -43,13 +43,12 @@ class Sample:
     profile: SparsityProfile
 
 
-def run(path: Path, *, kind: str | None, density: float | None) -> list[dict[str, Any]]:
+def run(path: Path, kind: str | None) -> list[dict[str, Any]]:
     """Prints the table.
 
     Args:
         path: a run's folder, or a dump.
         kind: `gradient` or `selected`; None takes `selected` if that was recorded.
-        density: first select this fraction of each rank's gradient, by magnitude.
 
     Returns:
         A JSON object for each bucket and iteration.
@@ -59,11 +58,9 @@ def run(path: Path, *, kind: str | None, density: float | None) -> list[dict[str
         ConfigError: a value is wrong.
     """
     dump = GradientDump(path)
-    chosen = _kind(dump, kind, density)
-    samples = list(samples_of(dump, chosen, density))
+    chosen = _kind(dump, kind)
+    samples = list(samples_of(dump, chosen))
     what = "selected gradients" if chosen is Kind.SELECTED else "gradients before selection"
-    if density is not None:
-        what = f"the largest {density:.3%} of each rank's gradient"
     print_table(samples, f"{path}: {what}; iterations {_listed(dump.iterations)}")
     return [
         {
@@ -76,17 +73,8 @@ def run(path: Path, *, kind: str | None, density: float | None) -> list[dict[str
     ]
 
 
-def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
-    """The kind of gradients to read, from the flags --kind and --density; refuses wrong ones."""
-    if density is not None:
-        in_range("--density", density, 0, 1, low_open=True)
-        if kind == Kind.SELECTED:
-            raise ProfileError(
-                "--density selects from gradients",
-                expected="--kind gradient, or no --kind",
-                got="--kind selected",
-            )
-        return Kind.GRADIENT
+def _kind(dump: GradientDump, kind: str | None) -> Kind:
+    """The kind of gradients to read, from the flag --kind; refuses a wrong one."""
     if kind is not None:
         one_of("--kind", kind, tuple(Kind))
         return Kind(kind)
@@ -103,13 +91,12 @@ def _listed(iterations: Sequence[int]) -> str:
     return ", ".join(shown) + (f" and {len(iterations) - 8} more" if len(iterations) > 8 else "")
 
 
-def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> Iterator[Sample]:
+def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
     """Every bucket of every iteration that has it, and after a group's buckets all together.
 
     Args:
         dump: the gradient dump.
         kind: the kind of gradient. A bucket that was synchronised densely has none selected.
-        density: see `run`.
 
     Raises:
         ProfileError: no gradient of the kind was recorded, or a file is missing or damaged.
@@ -121,8 +108,6 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
             if kind not in dump.kinds(iteration, name):
                 continue
             gradients = dump.read(iteration, name, kind)
-            if density is not None:
-                gradients = [largest(gradient, density) for gradient in gradients]
             elements = [nonzero_elements(gradient) for gradient in gradients]
             sample = Sample(iteration, name, elements, profile_of(elements, gradients[0].numel()))
             groups.setdefault(bucket.group, []).append(sample)

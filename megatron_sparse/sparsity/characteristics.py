@@ -115,19 +115,6 @@ def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
     return gradient.detach().to_dense().flatten().nonzero().squeeze(1).cpu().numpy()
 
 
-def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
-    """A gradient's largest elements by magnitude: dense, zeros elsewhere, of the same shape.
-
-    Args:
-        gradient: dense or torch's sparse COO.
-        density: of those that stay; zeros never do.
-    """
-    dense = gradient.to_dense()
-    flat = dense.flatten()
-    kept_K = flat.abs().topk(max(round(density * flat.numel()), 1)).indices
-    return torch.zeros_like(flat).index_copy_(0, kept_K, flat[kept_K]).view_as(dense)
-
-
 def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
     """The union of some ranks' elements: int64, ascending.
 
