@@ -14,7 +14,6 @@ from megatron_sparse.telemetry.breakdown import (
     iteration_breakdown,
 )
 from megatron_sparse.telemetry.dashboard import ITERATION_PARTS
-from megatron_sparse.telemetry.metrics import bucket_scalars
 from tests.records import bucket_record as record
 
 
@@ -210,36 +209,3 @@ def test_predicted_times_stand_beside_measured_ones():
     mixed = of(*planned, record())
     assert mixed.predicted_ms is None
     assert "planner/measured_ms" not in mixed.scalars()
-
-
-def test_no_number_has_two_names():
-    """Numbers that differ in one iteration: two equal ones would be one metric twice."""
-    records = [
-        record(
-            dense_bytes=1009,
-            message_bytes=263,
-            wire_bytes=251,
-            inside_bytes=241,
-            predicted_us=3700.0,
-            stage_us={
-                stage: 130.0 + 17.0 * i for i, stage in enumerate((*BUCKET_STAGES, INSIDE_TIER))
-            },
-            launched_s=1.0,
-            finished_s=1.07,
-            host_cpu_us=77.0,
-            density=0.03,
-            exposed_s=0.023,
-        )
-    ]
-    waits = {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231}
-    extra = {"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0}
-    seen = {"iteration_s": 0.11, "loss": 2.5, "grad_norm": 1.25, "extra": extra}
-    b = of(*records, waits=waits | {"param_wait": 0.003}, **seen)
-    scalars = b.scalars()
-    assert len(set(scalars.values())) == len(scalars), scalars
-    line = json.loads(b.line())
-    stage_ms = line.pop("stage_ms")
-    single = [v for v in [*line.values(), *stage_ms.values()] if isinstance(v, float)]
-    assert len(set(single)) == len(single), line
-    of_bucket = bucket_scalars(records, {}, [])
-    assert len(set(of_bucket.values())) == len(of_bucket)

@@ -57,39 +57,7 @@ SUMMARY = {
     "device": "cpu",
     "versions": {},
 }
-EXPECTED = """\
-run demo [1]: 100 iterations, 2 skipped, 4 ranks, cpu
-loss 9.2500 -> 4.5000
-density: target 1.00% from iteration 51 on, sent 1.03%
-
-bytes sent by this rank: gradients by phase
-phase   iters       dense       wire   /dense  density  median ms  exposed
-warmup     20   20.00 MiB  20.00 MiB  100.00%  100.00%     120.00   12.50%
-ramp       30   30.00 MiB   8.00 MiB   26.67%   12.50%     110.50   13.57%
-target     50   50.00 MiB   2.00 MiB    4.00%    1.03%     100.00   15.00%
-all       100  100.00 MiB  30.00 MiB   30.00%   25.00%     105.00   14.29%
-
-an iteration of the training thread: 50 iterations at the target density
-stage              mean ms     share    median       p95
-forward_backward     70.00    70.00%     70.00    105.00  passes, launches
-optimizer            10.00    10.00%     10.00     15.00  clipping and step
-host_wait            15.00    15.00%     15.00     22.50  exposed: gradients
-other                 5.00     5.00%                      zeroing, loss's sum
-iteration           100.00   100.00%    100.00    150.00  the whole
-
-its buckets, summed; beside the thread's stages or inside them
-stage              mean ms     share    median       p95
-threshold             1.50     1.50%      1.50      2.25  sample and threshold
-prune                 2.00     2.00%      2.00      3.00  residual, selection
-encode                0.50     0.50%      0.50      0.75  sums, dense values
-network              40.00    40.00%     40.00     60.00  transfers and waits
-decode                6.00     6.00%      6.00      9.00  adding what came
-profile               0.25     0.25%      0.25      0.38  sampling the sparsity
-
-exposed: 15.00%, 15.00 of 100.00 ms; 31.25 ms overlapped with compute
-throughput: 20,480 tokens/s
-memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
-"""
+GUIDE = Path(__file__).parents[2] / "docs" / "reading-the-breakdown.md"
 
 
 def printed(summary, width):
@@ -105,8 +73,10 @@ def edited(**changes):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_snapshot(width):
-    assert printed(SUMMARY, width) == EXPECTED.splitlines()
+def test_the_guide_shows_the_table_as_it_is(width):
+    """Its first block of code; brackets in a name are no markup."""
+    _, shown, _ = GUIDE.read_text(encoding="utf-8").split("```\n", 2)
+    assert printed(SUMMARY, width) == shown.replace("run demo:", "run demo [1]:").splitlines()
 
 
 def test_a_run_that_gathers_parameters_shows_both_halves():
@@ -127,11 +97,6 @@ def test_a_run_that_gathers_parameters_shows_both_halves():
     assert "exposed: 19.00%, 19.00 of 100.00 ms (gradients 15.00, parameters 4.00);" in str(lines)
     assert "all bytes, gradients' and parameters', wire/dense: 27.78%" in lines
     assert max(map(len, lines)) <= 80
-
-
-def test_the_guide_shows_the_table_as_it_is():
-    guide = Path(__file__).parents[2] / "docs" / "reading-the-breakdown.md"
-    assert EXPECTED.replace(" [1]", "") in guide.read_text(encoding="utf-8")
 
 
 def test_plain_text_without_a_terminal(capsys):
