@@ -143,13 +143,6 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             unknown="No times for buckets.",
         ),
         section(
-            "sparsity",
-            "Sparsity",
-            tables=[tables.sparsity_table(one, runs) for one in runs if one.profiles],
-            unknown="Not measured: train with scheme=auto planner.cluster=FILE; "
-            "`megatron-sparse profile` shows gradients that a run has recorded.",
-        ),
-        section(
             "stragglers",
             "Stragglers",
             tables=[tables.straggler_table(delayed)] if delayed else [],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,21 @@ from rich.console import Console
 from megatron_sparse.config.checks import one_of
 from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
 from megatron_sparse.sparsity.characteristics import nonzero_elements, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry.console import plain_table
 
 ALL = "all"
 """The row of all buckets of a group together."""
+COLUMNS = (
+    "elements",
+    "density",
+    "overlap",
+    "min-max",
+    "of the sum",
+    "densified",
+    "skewness",
+)
 
 
 @dataclass(frozen=True)
@@ -138,15 +147,31 @@ def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
 def print_table(samples: Sequence[Sample], title: str) -> None:
     """A line for each bucket: means over the iterations."""
     print(title)
-    table = plain_table("", "bucket", *PROFILE_COLUMNS)
+    table = plain_table("", "bucket", *COLUMNS)
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
     for name, members in by_bucket.items():
         bold = name.rpartition("/")[2] == ALL
-        cells = profile_cells([sample.profile for sample in members])
+        cells = _cells([sample.profile for sample in members])
         table.add_row(name, *cells, style="bold" if bold else None)
     # Without a terminal there is no width to keep to, and a cut table says nothing.
     console = Console(highlight=False)
     Console(highlight=False, width=None if console.is_terminal else 132).print(table)
     print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks")
+
+
+def _cells(profiles: Sequence[SparsityProfile]) -> list[str]:
+    """The `COLUMNS` of a bucket: means over its profiles."""
+    n = profiles[0].world_size
+    # Quantiles 0, 0.5 and 1 of `QUANTILES`.
+    least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
+    return [
+        f"{profiles[0].numel:,}",
+        f"{fmean(p.density for p in profiles):.3%}",
+        f"{median:.3f}",
+        f"{least:.2f}-{most:.2f}",
+        f"{fmean(p.sum_density(n) for p in profiles):.3%}",
+        f"{fmean(p.densification[n] for p in profiles):.2f}",
+        f"{fmean(p.skewness.get(n, 1.0) for p in profiles):.2f}",
+    ]

@@ -20,9 +20,8 @@ import yaml
 
 from megatron_sparse.config.described import flat
 from megatron_sparse.config.redaction import redact, redact_text
-from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
-from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
@@ -80,7 +79,6 @@ class RunData:
         iterations: one value for each iteration.
         buckets: medians by bucket name, in launch order.
         plan: rows of `plan.json`, by bucket.
-        profiles: sparsity of the gradients as the planner sampled it, by bucket.
         readiness: the ranks' waits for one another, by bucket.
         command: the command that started the run; empty if unknown.
         config: configuration values by dotted key.
@@ -94,7 +92,6 @@ class RunData:
     iterations: Iterations
     buckets: Mapping[str, BucketMedians]
     plan: Mapping[str, Mapping[str, Any]]
-    profiles: Mapping[str, SparsityProfile]
     readiness: Mapping[str, list[ReadinessRecord]]
     command: str
     config: Mapping[str, Any]
@@ -118,7 +115,6 @@ def load_run(folder: Path, index: int) -> RunData:
     iterations = history.iterations()
     command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
-    plan, profiles = _load_plan(folder, gaps)
     return RunData(
         index=index,
         folder=folder,
@@ -126,8 +122,7 @@ def load_run(folder: Path, index: int) -> RunData:
         summary=summary,
         iterations=iterations,
         buckets=_load_buckets(folder, lines[-1].iteration, gaps),
-        plan=plan,
-        profiles=profiles,
+        plan=_load_plan(folder, gaps),
         readiness=_load_readiness(folder, gaps),
         command=command,
         config=config,
@@ -238,21 +233,14 @@ def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
     return command, flat(redact(values))
 
 
-def _load_plan(
-    folder: Path, gaps: list[str]
-) -> tuple[dict[str, dict[str, Any]], dict[str, SparsityProfile]]:
-    """Each bucket's row of the plan and its profile; none if the file is missing or damaged."""
+def _load_plan(folder: Path, gaps: list[str]) -> dict[str, dict[str, Any]]:
+    """Each bucket's row of the plan; none if the file is missing or damaged."""
     if not (folder / PLAN_FILE).exists():
         gaps.append(f"{PLAN_FILE} is missing; a run writes it when it ends")
-        return {}, {}
+        return {}
     with _noted(gaps):
-        rows = read_plan(folder)
-        return rows, {
-            name: SparsityProfile.from_dict(row["profile"])
-            for name, row in rows.items()
-            if row.get("profile")
-        }
-    return {}, {}  # the file is damaged
+        return read_plan(folder)
+    return {}  # the file is damaged
 
 
 def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
@@ -312,7 +300,7 @@ def _noted(gaps: list[str]) -> Iterator[None]:
     """Turns an error of a file that a report can do without into a sentence."""
     try:
         yield
-    except (ConfigError, ProfileError) as error:
+    except ConfigError as error:
         gaps.append(f"{error.what}: {_one_line(error.got)}")
     except OSError as error:
         gaps.append(f"{error.filename} cannot be read: {error.strerror}")

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from megatron_sparse.config.described import canonical
-from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report.run_charts import label_of, slowest
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.telemetry.quantities import (
@@ -197,50 +195,6 @@ def _bucket_row(bucket: BucketMedians, run: RunData) -> list[str]:
         f"{bucket.measured_us / predicted_us:.2f}" if predicted_us else UNKNOWN,
         str(run.plan.get(bucket.name, {}).get("reason", UNKNOWN)),
     ]
-
-
-PROFILE_COLUMNS = (
-    "elements",
-    "density",
-    "overlap",
-    "min-max",
-    "of the sum",
-    "densified",
-    "skewness",
-)
-
-
-def profile_cells(profiles: Sequence[SparsityProfile]) -> list[str]:
-    """The `PROFILE_COLUMNS` of a bucket: means over its profiles."""
-    n = profiles[0].world_size
-    # Quantiles 0, 0.5 and 1 of `QUANTILES`.
-    least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
-    return [
-        f"{profiles[0].numel:,}",
-        f"{fmean(p.density for p in profiles):.3%}",
-        f"{median:.3f}",
-        f"{least:.2f}-{most:.2f}",
-        f"{fmean(p.sum_density(n) for p in profiles):.3%}",
-        f"{fmean(p.densification[n] for p in profiles):.2f}",
-        f"{fmean(p.skewness.get(n, 1.0) for p in profiles):.2f}",
-    ]
-
-
-def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
-    """ZEN's characteristics of each bucket."""
-    shown = list(run.profiles.items())[:MOST_BUCKETS]
-    rows = [[name, *profile_cells([profile])] for name, profile in shown]
-    left_out = len(run.profiles) - len(rows)
-    note = (
-        "Sampled by the planner. Overlap: the median over pairs of ranks, and the range; "
-        "skewness: at as many partitions as ranks."
-    )
-    return Table(
-        f"Sparsity, {label_of(run, runs)}",
-        ["bucket", *PROFILE_COLUMNS],
-        rows,
-        note + (f" {left_out} more buckets are left out." if left_out else ""),
-    )
 
 
 def straggler_table(runs: Sequence[RunData]) -> Table:

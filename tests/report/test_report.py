@@ -227,17 +227,13 @@ def test_numbers_of_the_buckets(run):
     assert phases["target"][3:5] == ["2.00%", "1.00%"]
 
 
-def test_numbers_of_stragglers_and_sparsity(run):
+def test_numbers_of_stragglers(run):
     data = load_run(run, 0)
     # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
     delays = cells(tables.straggler_table([data]))
     assert delays["one"] == ["30", "2.00", "2.00", "2.00", "1", "100.00%", "100.00%"]
     assert delays["group1.0"] == ["10", "2.00", "2.00", "2.00", "1", "100.00%", "100.00%"]
     assert len(cells(tables.straggler_table([data, data]))) == 1
-    row = cells(tables.sparsity_table(data, [data]))["group0.0"]
-    assert row[1] == "1.000%"
-    # Four ranks that select independently: 1 - 0.99^4.
-    assert row[4] == "3.940%"
 
 
 def test_only_what_differs_is_listed(tmp_path):
@@ -270,7 +266,7 @@ class TestGaps:
         assert "has not ended" in gaps
         assert "plan.json is missing" in gaps
         text = sentences(folder)
-        for sentence in ("has not ended", "planner.cluster=FILE", "mode=observe"):
+        for sentence in ("has not ended", "mode=observe"):
             assert sentence in text
 
     def test_damaged_lines(self, folder):
@@ -371,7 +367,6 @@ def test_many_buckets(tmp_path):
     table = tables.bucket_table(data, [data])
     assert [row[0] for row in table.rows] == [f"group{i}.0" for i in range(5, count)]
     assert "5 faster buckets are left out" in table.note
-    assert "5 more buckets" in tables.sparsity_table(data, [data]).note
     assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")
     assert charts_of(data)["buckets"].svg().startswith("<svg")
 
