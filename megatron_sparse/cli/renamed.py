@@ -33,6 +33,7 @@ OPTIONS: dict[str, str] = {
     "calibrate --out": "use `calibrate --output`",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "corpus --out": "use `corpus --output`",
+    "dashboard --json": "leave it out: --dry-run prints the panels",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.cli.outputs import JsonFile, report_files, writable_file, writable_folder
+from megatron_sparse.cli.outputs import JsonFile, report_files, writable_folder
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require, require_figures
 
@@ -136,12 +136,6 @@ def dashboard(
     ],
     name: Annotated[str, typer.Option(help="Name of the workspace.")] = "megatron_sparse",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do not talk to W&B.")] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=writable_file(), help="Write the workspace's specification."
-        ),
-    ] = None,
 ) -> None:
     """Makes a W&B workspace, and prints its address; a dry run prints its panels instead.
 
@@ -149,4 +143,4 @@ def dashboard(
     """
     from megatron_sparse.telemetry import dashboard as maker
 
-    print(maker.run(target, name, json, dry_run=dry_run))
+    print(maker.run(target, name, dry_run=dry_run))

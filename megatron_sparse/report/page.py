@@ -201,7 +201,7 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         colours=theme.OF_PAGE,
         style=(source / "page.css").read_text(encoding="utf-8"),
         runs=runs,
-        colour_of_run=theme.of_run,
+        series=theme.SERIES,
         gaps=gaps,
         sections=sections,
         version=__version__,

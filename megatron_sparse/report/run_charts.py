@@ -60,8 +60,8 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
     for run, value in zip(runs, values, strict=True):
         x, y = thinned(run.iterations.number, value)
         single = np.isfinite(y).sum() == 1  # a line of one point shows only with a marker
-        handles += axes.plot(x, y, color=theme.of_run(run.index), marker="o" if single else None)
-        mark_target(axes, run.iterations.target_begins, theme.of_run(run.index))
+        handles += axes.plot(x, y, color=theme.SERIES[run.index], marker="o" if single else None)
+        mark_target(axes, run.iterations.target_begins, theme.SERIES[run.index])
     axes.set_xlabel("iteration")
     if len(runs) > 1:
         axes.legend(handles, [label_of(run, runs) for run in runs])

@@ -31,8 +31,3 @@ STAGES = {
     "profile": GREY,
 }
 """A colour for each stage; no chart shows stages of the training thread and of buckets together."""
-
-
-def of_run(index: int) -> str:
-    """The colour of the run with that index, from 0."""
-    return SERIES[index % len(SERIES)]

@@ -9,9 +9,7 @@ finds its curves by a pattern.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron_sparse.errors import ConfigError
@@ -122,13 +120,12 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 }
 
 
-def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str:
+def run(target: str, name: str, *, dry_run: bool) -> str:
     """Creates the workspace in W&B; a dry run only describes it.
 
     Args:
         target: `ENTITY/PROJECT`.
         name: name of the workspace.
-        json_path: file for its specification; None writes none.
         dry_run: do not contact W&B.
 
     Returns:
@@ -147,8 +144,6 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
             remedy="copy both names from the address of the project's page",
         )
     workspace = make(entity, project, name)
-    if json_path is not None:
-        json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
     if dry_run:
         count = sum(len(panels) for panels in SECTIONS.values())
         lines = [f"{count} panels in {len(SECTIONS)} sections; nothing was sent to W&B"]
@@ -162,7 +157,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
             "W&B did not accept the workspace",
             expected="a key that may write to the project, and a server that answers",
             got=f"{type(error).__name__}: {error}",
-            remedy="run wandb login, or use --dry-run --json FILE to see it without a server",
+            remedy="run wandb login, or use --dry-run to see its panels without a server",
         ) from None
     return workspace.url
 
@@ -206,10 +201,3 @@ def make(entity: str, project: str, name: str) -> Any:
         for position, (title, panels) in enumerate(SECTIONS.items())
     ]
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
-
-
-def specification(workspace: Any) -> dict[str, Any]:
-    """The data that `save` would send, as plain values."""
-    # The library has no public function for it.
-    model = workspace._to_model()
-    return json.loads(model.model_dump_json(by_alias=True, exclude_none=True))

@@ -151,7 +151,6 @@ MISTAKES = (
     Mistake("report made --output charts", "write --output charts.html"),
     Mistake("bench codecs --json no/folder/rows.jsonl", "there is no folder"),
     Mistake("bench codecs --json thesis", "is a folder"),
-    Mistake("dashboard me/mine --json no/folder/board.json", "there is no folder"),
     Mistake("bench convergence --output notes.txt", "--output notes.txt cannot be written"),
     Mistake("calibrate --output mine.yaml", "--force"),
     Mistake("corpus --kind code --output thesis", "another folder"),
