@@ -99,8 +99,6 @@ class BucketRecord(Awaited):
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
             such model chose the scheme.
         straggler: the rank of the group that was skipped, None if none was.
-        thresholds_R: of the selected ranges, fp32 on the bucket's device (negative: the range is
-            sent whole); None for a dense plan. To be read on the host after the iteration only.
     """
 
     WAIT: ClassVar = "host_wait"
@@ -112,7 +110,6 @@ class BucketRecord(Awaited):
     inside_bytes: int = 0
     predicted_us: float | None = None
     straggler: int | None = None
-    thresholds_R: torch.Tensor | None = None
 
     def hand_to(self, sink: RecordSink) -> None:
         """Gives the record to its sink."""

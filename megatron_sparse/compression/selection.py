@@ -106,10 +106,6 @@ class Selector:
         rank: this rank in the group; part of the key of random draws, so that ranks neither round
             alike nor draw the same ties.
         buffers: where messages live.
-
-    Attributes:
-        thresholds_R: the last selection's thresholds, for telemetry; fp32 on the device, None
-            before the first selection.
     """
 
     def __init__(
@@ -119,12 +115,11 @@ class Selector:
         rank: int,
         buffers: MessageBuffers,
     ) -> None:
-        """Stores the arguments; there are no thresholds yet."""
+        """Stores the arguments."""
         self.config = config
         self.residuals = residuals
         self.rank = rank
         self.buffers = buffers
-        self.thresholds_R: torch.Tensor | None = None
 
     def select(
         self,
@@ -165,7 +160,6 @@ class Selector:
                 capacity_S,
                 limits_R.tie_chances,
             )
-        self.thresholds_R = limits_R.thresholds
         with timer.stage("prune"):
             message = prune_encode(
                 bucket, layout, pruning, spec.record_spec(bucket.grad_N.dtype, step), self.buffers

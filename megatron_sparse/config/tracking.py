@@ -18,8 +18,8 @@ class TrackingConfig(Checked):
         wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
         wandb_project: project name for Weights & Biases.
         sample_every: iterations between samples of the expensive metrics: those of each bucket,
-            its threshold, the residual's norm (one read of the residual), and the lines of
-            `console`; 0 never samples. docs/tracking.md has the costs.
+            the residual's norm (one read of the residual), and the lines of `console`; 0 never
+            samples. docs/tracking.md has the costs.
         profile_iters: number of iterations that torch.profiler records on the writing rank, with
             every operator and kernel of forward, backward and synchronisation, into
             `profile.json` in the run's folder; 0 records none.

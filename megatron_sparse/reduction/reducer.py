@@ -314,7 +314,6 @@ class GradientReducer:
             return self._take_whole(job)
         spec = plan.message_spec(bucket, self._config.scheme)
         message = self.selector.select(bucket, spec, step=job.step, timer=job.timer)
-        job.record.thresholds_R = self.selector.thresholds_R
         if self._dump is not None:
             self._dump.on_selected(bucket, job.step, message, self.buffers)
         return message

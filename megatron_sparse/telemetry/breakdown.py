@@ -275,9 +275,7 @@ def _sum_ms(times_us: Sequence[float | None]) -> float | None:
     return sum(known_us) / 1e3 if known_us and len(known_us) == len(times_us) else None
 
 
-def bucket_line(
-    record: BucketRecord, iteration: int, origin_s: float, threshold: float | None = None
-) -> str:
+def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
     """The line of `buckets.jsonl` for one bucket.
 
     Formatted by hand: the general encoder takes three times as long, and an iteration of a large
@@ -287,7 +285,6 @@ def bucket_line(
         record: the bucket's record.
         iteration: number of the iteration.
         origin_s: `time.perf_counter` seconds at which `launched_us` and `finished_us` are 0.
-        threshold: median threshold of its parameters; None if it was not sampled.
 
     Returns:
         JSON. `density` is the fraction sent (nnz / numel), `planned_density` the target;
@@ -303,7 +300,6 @@ def bucket_line(
         f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
         f'"straggler":{"null" if record.straggler is None else record.straggler},'
         f'"planned_density":{float(record.density)!r},"density":{density},'
-        f'"threshold":{"null" if threshold is None else repr(threshold)},'
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
         f'"inside_bytes":{record.inside_bytes},"inside_us":{record.timer.inside_us():.1f},'

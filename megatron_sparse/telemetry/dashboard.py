@@ -103,7 +103,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Residual over gradient norm", ("compression/residual_ratio",), log=True),
         Panel("Residual norm", ("compression/residual_norm",), log=True),
-        Panel("Threshold by bucket", ("bucket/<bucket>/threshold",), log=True),
     ),
     "Plan": (
         Panel("Predicted and measured (ms)", ("planner/predicted_ms", "planner/measured_ms")),

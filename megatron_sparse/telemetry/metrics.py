@@ -7,10 +7,8 @@ for names of stages, schemes and buckets. Tests check the docs and the dashboard
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, ReadinessRecord
 from megatron_sparse.straggler.detector import delay_s
@@ -106,7 +104,6 @@ METRICS = (
     Metric("bucket/<bucket>/measured_ms", "ms", "measured time of all stages", sampled=True),
     Metric("bucket/<bucket>/predicted_ms", "ms", "predicted time of all stages", sampled=True),
     Metric("bucket/<bucket>/wire_bytes", "B", "bytes that this rank sent", sampled=True),
-    Metric("bucket/<bucket>/threshold", "", "median over its parameters", sampled=True),
     Metric("bucket/<bucket>/delay_ms", "ms", "delay of its last rank", sampled=True),
     Metric("extra/<name>", "", "a number that your own training loop adds"),
 )
@@ -124,40 +121,13 @@ def known(name: str) -> bool:
     return any(metric.matches(name) for metric in METRICS)
 
 
-def thresholds(records: Sequence[BucketRecord]) -> dict[str, float]:
-    """The median threshold of each pruned bucket, by bucket name.
-
-    One copy to the host for all buckets. On CUDA it waits for the current stream: call it after the
-    end of an iteration, when the loss has been read and the stream is idle. Ranges that are sent
-    whole have no threshold; a bucket of only such ranges is left out.
-    """
-    names, on_device = [], []
-    for record in records:
-        if record.thresholds_R is not None:
-            names.append(record.bucket)
-            on_device.append(record.thresholds_R.float())
-    if not names:
-        return {}
-    counts = [thresholds_R.numel() for thresholds_R in on_device]
-    on_host = torch.cat(on_device).cpu().split(counts)
-    medians = {}
-    for name, thresholds_R in zip(names, on_host, strict=True):
-        pruned = thresholds_R[thresholds_R >= 0]  # the others are of ranges that are sent whole
-        if pruned.numel() and bool(pruned.isfinite().all()):
-            medians[name] = float(pruned.median())
-    return medians
-
-
 def bucket_scalars(
-    records: Sequence[BucketRecord],
-    threshold: Mapping[str, float],
-    readiness: Sequence[ReadinessRecord],
+    records: Sequence[BucketRecord], readiness: Sequence[ReadinessRecord]
 ) -> dict[str, float]:
     """The metrics of each bucket of one iteration; unknown values are left out.
 
     Args:
         records: the buckets' records.
-        threshold: result of `thresholds`.
         readiness: records of the step before the last.
 
     Returns:
@@ -173,7 +143,6 @@ def bucket_scalars(
             "measured_ms": sum(stage_us[stage] for stage in BUCKET_STAGES) / 1e3,
             "predicted_ms": None if predicted_us is None else predicted_us / 1e3,
             "wire_bytes": record.wire_bytes,
-            "threshold": threshold.get(record.bucket),
         }
         named |= {f"bucket/{record.bucket}/{name}": value for name, value in values.items()}
     for late in readiness:

@@ -29,7 +29,7 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line,
 from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
-from megatron_sparse.telemetry.metrics import bucket_scalars, thresholds
+from megatron_sparse.telemetry.metrics import bucket_scalars
 from megatron_sparse.telemetry.profiling import IterationProfile
 from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
@@ -242,16 +242,15 @@ class RunTelemetry:
         if self._machine is None:
             # Read it now: at the end of the run the process group may be gone.
             self._machine = machine()
-        threshold_of = thresholds(records) if self.samples(iteration) else {}
         if self._files:
-            self._write(breakdown, records, readiness, threshold_of)
+            self._write(breakdown, records, readiness)
         # `do`: an exception of a profile, sink or progress only turns that one off.
         if self._profile is not None:
             self._profile.do(lambda profile: profile.end(iteration, records, gathers))
         if self._is_writer:
             scalars = breakdown.scalars()
             if self.samples(iteration):
-                scalars |= bucket_scalars(records, threshold_of, readiness)
+                scalars |= bucket_scalars(records, readiness)
             for sink in self._sinks:
                 sink.do(lambda shown: shown.log(scalars, iteration))
         if self._progress is not None:
@@ -305,19 +304,14 @@ class RunTelemetry:
         breakdown: IterationBreakdown,
         records: Sequence[BucketRecord],
         readiness: Sequence[ReadinessRecord],
-        threshold_of: Mapping[str, float],
     ) -> None:
-        """Adds an iteration's lines to the three files; flushes every `FLUSH_EVERY` iterations.
-
-        `threshold_of` has the thresholds by bucket, if the iteration is sampled.
-        """
+        """Adds an iteration's lines to the three files; flushes every `FLUSH_EVERY` iterations."""
         breakdowns, buckets, delays = self._files
         breakdowns.append(breakdown.line())
         # The lines count a bucket's times from the iteration's first launch.
         first_launch_s = min((record.launched_s for record in records), default=0.0)
         for record in records:
-            threshold = threshold_of.get(record.bucket)
-            buckets.append(bucket_line(record, breakdown.iteration, first_launch_s, threshold))
+            buckets.append(bucket_line(record, breakdown.iteration, first_launch_s))
         for record in readiness:
             delays.append(readiness_line(record))
         self._since_flush += 1

@@ -165,7 +165,6 @@ def test_lines_read_back():
         "straggler": None,
         "planned_density": 0.01,
         "density": 0.01,
-        "threshold": None,
         "numel": 1000,
         "nnz": 10,
         "dense_bytes": 8,
@@ -182,7 +181,6 @@ def test_lines_read_back():
         # rounded to a tenth of a microsecond: the clock is no better
         "stage_us": dict.fromkeys(BUCKET_STAGES, 0.0) | {"prune": 12.3},
     }
-    assert json.loads(bucket_line(r, 9, 5.0, 1.5e-7))["threshold"] == 1.5e-7
     assert json.loads(bucket_line(record(numel=0, nnz=0, density=1), 9, 0.0))["density"] is None
 
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
@@ -18,11 +17,9 @@ from megatron_sparse.telemetry.metrics import (
     STEP,
     bucket_scalars,
     known,
-    thresholds,
 )
 from tests.commands import run
 from tests.records import Sink, bucket_record
-from tests.tracked import json_lines
 
 # The library's own use of an older pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -47,8 +44,8 @@ def test_units_are_suffixes():
 
 def test_every_stage_is_known_and_other_names_are_not():
     assert all(known(f"breakdown/{stage}_ms") for stage in (*STAGES, "other"))
-    assert known("bucket/chunk1.group0.0/threshold")
-    for name in ("bucket/group0.0/thresholds", "comm/exposed", "xcomm/exposed_ms", "threshold"):
+    assert known("bucket/chunk1.group0.0/exposed_ms")
+    for name in ("bucket/group0.0/exposed", "comm/exposed", "xcomm/exposed_ms", "exposed_ms"):
         assert not known(name), name
 
 
@@ -59,59 +56,29 @@ def test_bucket_scalars():
         exposed_s=0.125,
     )
     late = ReadinessRecord("group0.0", 1, (0.25, 0.0, 0.0))
-    assert bucket_scalars([made], {"group0.0": 0.125}, [late]) == {
+    assert bucket_scalars([made], [late]) == {
         "bucket/group0.0/exposed_ms": 125.0,
         "bucket/group0.0/network_ms": 2.0,
         "bucket/group0.0/measured_ms": 2.5,
         "bucket/group0.0/predicted_ms": 4.0,
         "bucket/group0.0/wire_bytes": 240.0,
-        "bucket/group0.0/threshold": 0.125,
         # Two ranks were ready at the same time and waited only for each other: a delay of 0.
         "bucket/group0.0/delay_ms": pytest.approx(0.0),
     }
     # Unknown values are left out, not 0.
-    left = bucket_scalars([record()], {}, [])
-    for name in ("predicted_ms", "threshold"):
-        assert f"bucket/group0.0/{name}" not in left
+    assert "bucket/group0.0/predicted_ms" not in bucket_scalars([record()], [])
 
 
-def test_thresholds_are_medians_over_pruned_ranges():
-    held = {
-        "pruned": torch.tensor([0.5, -1.0, 2.0, 1.0]),
-        "kept": torch.tensor([-1.0, -1.0]),
-        "nan": torch.tensor([0.5, float("nan"), float("inf")]),
-        "one": torch.tensor([3.0]),
-    }
-    records = [record(name, thresholds_R=values) for name, values in held.items()]
-    found = thresholds([*records, record("dense", thresholds_R=None)])
-    assert found == {"pruned": 1.0, "one": 3.0}
-    assert thresholds([record("dense", thresholds_R=None)]) == {}
-
-
-class Untouchable:
-    """Thresholds on a device: reading them waits for the device."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"read by {name} in an iteration that is not sampled")
-
-
-def test_buckets_and_thresholds_are_read_every_few_iterations(tmp_path):
+def test_buckets_are_logged_every_few_iterations():
     sink, tracking = Sink(), TrackingConfig(console="off", sample_every=2)
-    telemetry = RunTelemetry(tmp_path, tracking, is_writer=True, sinks=[sink])
+    telemetry = RunTelemetry(None, tracking, is_writer=True, sinks=[sink])
     for iteration in range(1, 9):
-        scheme = "dense" if iteration < 5 else "direct"
-        pruned = torch.tensor([0.5]) if scheme == "direct" else None
-        if iteration % 2:
-            pruned = Untouchable()
-        telemetry.record_bucket(record("b", scheme=scheme, thresholds_R=pruned))
+        telemetry.record_bucket(record("b"))
         telemetry.end_iteration(iteration, iteration_s=0.1)
     telemetry.close()
     sampled = [step for step, row in sink.rows.items() if "bucket/b/network_ms" in row]
     assert sampled == [2, 4, 6, 8]
-    assert [step for step, row in sink.rows.items() if "bucket/b/threshold" in row] == [6, 8]
     assert all(known(name) for row in sink.rows.values() for name in row)
-    lines = json_lines(tmp_path / "buckets.jsonl")
-    assert [line["threshold"] for line in lines] == [None] * 5 + [0.5, None, 0.5]
 
 
 def test_the_guide_lists_every_metric_with_its_unit():
