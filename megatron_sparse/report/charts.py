@@ -11,7 +11,7 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,6 @@ class Chart:
         note: how to read the chart.
         draw: draws it onto empty axes.
         height_in: height of the picture in inches.
-        kind: charts of one kind after another, one for each run, begin a row of the page.
     """
 
     name: str
@@ -74,12 +73,6 @@ class Chart:
     note: str
     draw: Callable[[Axes], None]
     height_in: float = HEIGHT_IN
-    kind: str = ""
-
-    def of_run(self, key: str, label: str) -> Chart:
-        """The same chart among those of several runs: name and title say whose it is."""
-        name, title = f"{self.name}-{key.lower()}", f"{self.title}, {label}"
-        return replace(self, name=name, title=title, kind=self.name)
 
     def svg(self) -> str:
         """An `<svg>` element in the page's font and width, whose ids are unique."""

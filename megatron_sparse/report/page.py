@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Section:
         name: name of its anchor.
         title: its heading.
         lead: a paragraph for each run, before everything else.
-        charts: shown first.
+        charts: rows of charts, shown first.
         tables: shown after the charts.
         unknown: the sentence shown if the runs have no data for the section.
         folds: (title, text) of parts that the reader can unfold.
@@ -47,7 +46,7 @@ class Section:
     name: str
     title: str
     lead: list[str] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
+    charts: list[list[Chart]] = field(default_factory=list)
     tables: list[tables.Table] = field(default_factory=list)
     unknown: str = ""
     folds: list[tuple[str, str]] = field(default_factory=list)
@@ -56,11 +55,6 @@ class Section:
     def absent(self) -> str:
         """The sentence `unknown`; empty if the section has anything to show."""
         return "" if self.charts or self.tables or self.folds else self.unknown
-
-    @property
-    def rows(self) -> list[list[Chart]]:
-        """The charts, those of one kind together."""
-        return [list(charts) for _, charts in groupby(self.charts, key=lambda chart: chart.kind)]
 
 
 def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
@@ -110,14 +104,6 @@ def _runs_of(folder: Path) -> list[Path]:
 def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
-    for one in runs:
-        for section_name, of_run in run_charts.charts_of_run(one, runs).items():
-            charts.setdefault(section_name, []).extend(of_run)
-    charts["exposed"] += charts["iteration"]  # one section shows both
-    for found in charts.values():
-        # Of several runs, the same chart of each side by side.
-        kinds = list(dict.fromkeys(chart.kind for chart in found))
-        found.sort(key=lambda chart: kinds.index(chart.kind))
     delayed = [one for one in runs if one.readiness]
 
     def section(name: str, title: str, **rest: Any) -> Section:

@@ -6,7 +6,8 @@ its buckets, stage by stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,15 +34,19 @@ MOST_BUCKETS = 16
 """Bars in a chart; the table below it has more rows."""
 
 
-def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
-    """The charts that the runs have data for, by section."""
+def charts_of(runs: Sequence[RunData]) -> dict[str, list[list[Chart]]]:
+    """The charts that the runs have data for, by section: rows of charts, shown side by side."""
     sending = [run for run in runs if run.iterations.dense_bytes.any()]
     has_loss = any(np.isfinite(run.iterations.loss).any() for run in runs)
+    with_buckets = [run for run in runs if run.buckets]
     return {
-        "loss": [_loss(runs)] if has_loss else [],
-        "bytes": [_wire_ratio(sending)] if sending else [],
-        "exposed": [_exposed_share(runs)],
-        "iteration": [_iteration_time(runs)],
+        "exposed": [
+            [_exposed_share(runs), _iteration_time(runs)],
+            [_breakdown(run, runs) for run in runs],
+        ],
+        "loss": [[_loss(runs)]] if has_loss else [],
+        "bytes": [[_wire_ratio(sending)]] if sending else [],
+        "buckets": [[_buckets(run, runs) for run in with_buckets]] if with_buckets else [],
     }
 
 
@@ -124,37 +129,18 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 
 
-def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
-    """The charts of a run, by section.
-
-    Args:
-        run: the run to draw.
-        runs: all runs of the report; if there are several, titles name the run.
-    """
-
-    def mark(axes: Axes) -> None:
-        """Marks where the target density begins, and ends the axis where the longest run does."""
-        mark_target(axes, run.iterations.target_begins)
-        first, last = (axes.get_xlim()[0], max(one.iterations.number[-1] for one in runs))
-        axes.set_xlim(first, max(last, axes.get_xlim()[1]))
-
-    # The same scales for all runs.
-    top_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
-    found = {
-        "exposed": [_breakdown(run, top_ms, mark)],
-        "buckets": [_buckets(run, runs)] if run.buckets else [],
-    }
+def _of_run(chart: Chart, run: RunData, runs: Sequence[RunData]) -> Chart:
+    """A chart of one run; where a report has several, its name and title say whose it is."""
     if len(runs) == 1:
-        return found
-    label = label_of(run, runs)
-    return {
-        section: [chart.of_run(run.key, label) for chart in charts]
-        for section, charts in found.items()
-    }
+        return chart
+    name, title = f"{chart.name}-{run.key.lower()}", f"{chart.title}, {label_of(run, runs)}"
+    return replace(chart, name=name, title=title)
 
 
-def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
-    """The chart of the training thread's stages; its scale ends at `top` milliseconds."""
+def _breakdown(run: RunData, runs: Sequence[RunData]) -> Chart:
+    """The chart of the training thread's stages; the charts of all runs have the same scales."""
+    top_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
+    last = max(one.iterations.number[-1] for one in runs)
     columns = run.iterations
 
     def draw(axes: Axes) -> None:
@@ -167,15 +153,17 @@ def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
             thin[REST][0],  # all stages have the same x
             {stage: y for stage, (_, y) in thin.items()},
             [theme.STAGES[stage] for stage in thin],
-            top,
+            top_ms,
         )
-        mark(axes)
+        mark_target(axes, columns.target_begins)
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, max(last, right))
         axes.set_ylabel("ms")
         legend_below(axes, 4)
 
     note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
     note += TARGET_NOTE + thinned_note([len(columns.number)])
-    return Chart("breakdown", "Where the time went (ms)", note, draw)
+    return _of_run(Chart("breakdown", "Where the time went (ms)", note, draw), run, runs)
 
 
 def slowest(run: RunData, most: int) -> list[BucketMedians]:
@@ -186,9 +174,8 @@ def slowest(run: RunData, most: int) -> list[BucketMedians]:
 
 
 def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
-    """The chart of the slowest buckets' stages."""
+    """The chart of the slowest buckets' stages; bars and scales of all runs are alike."""
     shown = slowest(run, MOST_BUCKETS)
-    # Bars and scales of all runs are alike.
     shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
     bar_count = max(map(len, shown_of))
     longest_us = max(bucket.measured_us for buckets in shown_of for bucket in buckets)
@@ -205,4 +192,5 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
     few = f"The {len(shown)} slowest of {all_of} buckets" if all_of > len(shown) else "Each bucket"
     note = f"{few}, medians of the last {count} iterations."
     height_in = AXIS_IN + 0.2 + BAR_IN * max(bar_count, 2)
-    return Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
+    chart = Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
+    return _of_run(chart, run, runs)

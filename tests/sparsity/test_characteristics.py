@@ -122,22 +122,6 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_known_characteristics(name):
-    """Bounds: five standard deviations of a count of K rows, relative: 5 / sqrt(K)."""
-    model, n = MODELS[name], 8
-    profile = exact_profile([model.gradient(rank) for rank in range(n)])
-    rows = model.numel / model.row_numel * model.density
-    assert profile.density == pytest.approx(model.density, rel=5 / rows**0.5)
-    for k in (2, 4, 8):
-        assert profile.sum_density(k) == pytest.approx(model.sum_density(k), rel=5 / rows**0.5)
-    for p in (2, 8):
-        # A partition has at least rows / p of them, and each rank its own maximum of p.
-        bound = 5 / (rows / p) ** 0.5
-        assert profile.skewness[p] == pytest.approx(model.skewness(p), rel=bound)
-    assert profile.overlap[2] == pytest.approx(model.overlap(), abs=5 / rows**0.5)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_sums_of_more_ranks_than_were_measured(name):
     """Exact rules are checked as such; the power law between and beyond for the others.
 
