@@ -128,10 +128,8 @@ def test_every_name_is_listed_and_every_name_of_such_a_run_is_present(run):
     logged = ours(name for row in wandb_history(run) for name in row)
     assert [name for name in logged if not known(name)] == []
     absent = {m.name for m in METRICS if not any(m.matches(name) for name in logged)}
-    # A run that only observes skips no rank; nothing extra is measured; there is no GPU; the rest
-    # has Megatron's names.
+    # Nothing extra is measured; there is no GPU; the rest has Megatron's names.
     assert absent == {
-        "bucket/<bucket>/straggler",
         "extra/<name>",
         "train/model_tflop_per_s",
         "train/loss",
