@@ -1,6 +1,5 @@
 """Calibration: it finds known links again, fits are right, the command writes a valid file."""
 
-import csv
 import time
 import weakref
 from functools import partial
@@ -217,18 +216,14 @@ class TestCommand:
             assert 1e-12 < link.beta_s < 1e-5
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
         assert "decode_add" in printed
-        assert run(quick, "--sweep --format=coo --size=64K --density=0.2") == 0
+        assert run(quick, "--sweep") == 0
         assert "inter: no such link here" in capfd.readouterr().out
         with_densities = ClusterModel.load(path)
-        assert len(with_densities.ring_densities["coo"]) == 3
+        assert set(with_densities.ring_densities) == {"coo", "pici"}
         assert with_densities.codec == cluster.codec
         first, *others = path.read_text().splitlines()
         assert first.startswith("# megatron-sparse calibrate --ranks=2")
         assert sum("thresholds: megatron-sparse calibrate" in line for line in others) == 1
-        with (tmp_path / "spccl-figure-2.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        assert {row["threshold"] for row in rows} == {"intra", "gather"}
-        assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
         other = path.read_text().replace("transport: gloo", "transport: nccl")
         path.write_text(other)
         request = CalibrationOptions(out=path, sweep=True)

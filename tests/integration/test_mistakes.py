@@ -175,8 +175,6 @@ MISTAKES = (
         note="under srun, on a port that is in use",
     ),
     Mistake("calibrate --ranks 1", "one rank has no links", "2"),
-    Mistake("calibrate --sweep --format zip", "--format"),
-    Mistake("calibrate --sweep --density 2", "--density"),
     Mistake("calibrate --timeout 0", "--timeout"),
     Mistake("calibrate --netbed", "--netbed"),
     Mistake("calibrate --ranks 4 --mbit 1000", "none without --netbed"),

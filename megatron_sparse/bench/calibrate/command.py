@@ -10,9 +10,8 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 from megatron_sparse.bench.calibrate.threshold_sweep import (
@@ -28,23 +27,23 @@ from megatron_sparse.bench.exchange.options import CalibrationOptions, Calibrati
 from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
-from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.config.scheme import RING_DENSITIES
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import launchers, local_ranks
 from megatron_sparse.run.rows import print_table
-from megatron_sparse.simulate import figures
-from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 
 SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
 """Densities of the codec's table; the file has more."""
+SWEPT_DENSITIES = (0.05, 0.2, 0.4)
+"""Of the gradients of a sweep."""
 
-FIGURE_TITLE = "Thresholds of the adaptive ring, one swept at a time (SpCCL, figure 2)"
-ADDED, MEASURED = "thresholds:", "measured"
+ADDED = "thresholds:"
 NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measure again"
 
 type Thresholds = tuple[float, float, float]
@@ -119,7 +118,6 @@ class CalibrationRank(Bench[CalibrationOptions]):
         if request.sweep:
             found, points = self._sweep()
             if self.rank == 0 and cluster is not None:
-                # The file first: it is the result, the picture shows it.
                 self._save_thresholds(
                     replace(cluster, ring_densities=cluster.ring_densities | found)
                 )
@@ -135,13 +133,13 @@ class CalibrationRank(Bench[CalibrationOptions]):
 
     def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
         """Finds the thresholds; returns them by format, and the points of all curves."""
-        request, n = self._cases, self.world_size
-        numel = max(request.size_bytes // 4 // n, 1) * n  # fp32; all ranks' shards are alike
-        repeats, step = (3, 0.2) if request.quick else (7, 0.1)
-        case = SweepCase(numel, tuple(request.densities), repeats, step)
+        size_bytes, repeats, step = (1 << 20, 3, 0.2) if self._cases.quick else (16 << 20, 7, 0.1)
+        n = self.world_size
+        numel = size_bytes // 4 // n * n  # fp32; all ranks' shards are alike
+        case = SweepCase(numel, SWEPT_DENSITIES, repeats, step)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
         found, points = {}, []
-        for form in request.formats:
+        for form in RING_DENSITIES:
             self._tell(f"measuring: thresholds for {form}")
             sweep = sweep_thresholds(form, runs, self._transport, case)
             found[form], curves = complete(sweep)
@@ -169,14 +167,9 @@ class CalibrationRank(Bench[CalibrationOptions]):
         print(f"# thresholds added: {self._cases.out}")
 
     def _report(self, points: Sequence[SweepPoint], found: Mapping[str, Thresholds]) -> None:
-        """Prints curves and thresholds, and draws the curves beside the cluster file."""
-        request = self._cases
-        densities = ", ".join(f"{density:g}" for density in request.densities)
-        what = (
-            f"{self.world_size} ranks, {self.backend}, {request.size_bytes / 2**20:g} MiB, "
-            f"input densities {densities}"
-        )
-        print(f"# {MEASURED}: {what}")
+        """Prints curves and thresholds."""
+        densities = ", ".join(f"{density:g}" for density in SWEPT_DENSITIES)
+        print(f"# {self.world_size} ranks, {self.backend}, input densities {densities}")
         for threshold in sorted(set(THRESHOLDS) - set(swept(self._transport))):
             print(f"# {threshold}: no such link here, SpCCL's value stays")
         print_table(points, None)
@@ -184,8 +177,6 @@ class CalibrationRank(Bench[CalibrationOptions]):
             named = zip(THRESHOLDS, taken, strict=True)
             keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
             print(f"scheme.format={form} {keys}")
-        for path in draw_curves(points, what, request.out.parent):
-            print(path)
 
     def _comment(self) -> str:
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
@@ -230,36 +221,3 @@ def print_cluster(cluster: ClusterModel) -> None:
         most_us = max(rate.seconds_per_call for rate in rates) * 1e6
         shown = "".join(f"{ns.get(density, ''):>9}" for density in densities)
         print(f"{op:<18}{form:<12}{most_us:>10.1f}{shown}".rstrip())
-
-
-def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[Path]:
-    """Writes the curves as CSV and PNG into a folder, which is made if missing; returns the files.
-
-    Without matplotlib it warns and writes none: the printed table has the curves.
-
-    Args:
-        points: of all curves.
-        what: in words, what was swept and where.
-        folder: beside the cluster file.
-    """
-    rows = [asdict(point) | {"series": point.format} for point in points]
-    figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, MEASURED)
-    try:
-        return figure.make(folder, fast=False)
-    except DependencyError as error:
-        print(f"warning: the curves are not drawn: {error}", file=sys.stderr)
-        return []
-
-
-def _draw(rows: list[Row], canvas: Canvas) -> None:
-    """Draws a panel for each threshold: times over its values, a star at each value taken."""
-    styles, panels = figures.styles_of(rows), figures.groups(rows, "threshold")
-    axes_of = canvas.subplots(1, len(panels), squeeze=False, sharey=False)[0]
-    for axes, (threshold, part) in zip(axes_of, panels.items(), strict=True):
-        figures.draw_lines(axes, part, "density", "time_us", styles)
-        best = [(row["density"], row["time_us"]) for row in part if row["best"]]
-        axes.plot(*zip(*best, strict=True), "k*", markersize=10)
-        axes.set_title(threshold, fontsize=9)
-        axes.set_xlabel("density from which sums go dense")
-    axes_of[0].set_ylabel("time (us)")
-    axes_of[-1].legend(fontsize=8)

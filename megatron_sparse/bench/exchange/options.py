@@ -30,7 +30,7 @@ from megatron_sparse.bench.options import (
 )
 from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.config.level import NODE, RANK
-from megatron_sparse.config.scheme import MESSAGE_FORMATS, RING_DENSITIES
+from megatron_sparse.config.scheme import MESSAGE_FORMATS
 
 if TYPE_CHECKING:
     from megatron_sparse.transport import Topology
@@ -255,15 +255,6 @@ class CalibrationOptions(Options):
     sweep: bool = option(
         False, "Find adaptive_ring's thresholds and add them to FILE.", flag="--sweep"
     )
-    formats: Sequence[str] = names_option(
-        "coo,pici",
-        "Message formats of the sweep.",
-        "--format",
-        among=tuple(RING_DENSITIES),
-        metavar="FORMAT,...",
-    )
-    size_bytes: int = option("16M", "Bucket size of the sweep.", parse_size, flag="--size")
-    densities: Sequence[float] = density_option("0.05,0.2,0.4", "Gradient densities of the sweep.")
     env: str | None = option(None, "Set the environment of configs/cluster/NAME.", metavar="NAME")
     timeout_s: float = option(
         120.0, "Seconds after which an operation has failed.", flag="--timeout", fits=some_seconds
