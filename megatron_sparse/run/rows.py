@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import Field, asdict, field
 from pathlib import Path
@@ -131,7 +130,6 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
     write_rows(json_path, [])
     done: list[Row] = []
     for row in rows:
-        clear_progress()
         if not done:
             print(row.COLUMNS.header)
         print(row.line(), flush=True)
@@ -143,18 +141,6 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
             flush=True,
         )
     return done
-
-
-def show_progress(text: str) -> None:
-    """Shows on a terminal which case is being measured."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
-
-
-def clear_progress() -> None:
-    """Removes the line of `show_progress`."""
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def write_rows(path: Path | None, rows: Iterable[dict[str, Any]], mode: str = "w") -> None:

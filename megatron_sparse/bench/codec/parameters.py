@@ -23,7 +23,7 @@ from megatron_sparse.bench.table import local
 from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
-from megatron_sparse.run.rows import CellRow, cell, show_progress
+from megatron_sparse.run.rows import CellRow, cell
 
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
 ENTROPY_NUMEL = 2**22
@@ -82,7 +82,6 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
 
     Returns its row of the table, with medians.
     """
-    show_progress(pair.name)
     record, held_N = encoded(pair), torch.empty_like(pair.old_N)
 
     def encode() -> None:

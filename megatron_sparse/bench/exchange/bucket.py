@@ -39,7 +39,7 @@ from megatron_sparse.bench.table import copy_action, local
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.run.launchers import environment
-from megatron_sparse.run.rows import CellRow, cell, optional, show_progress
+from megatron_sparse.run.rows import CellRow, cell, optional
 
 FLOOR_BYTES = 16
 """Of an element: fp32 gradient and residual read, residual and sum written."""
@@ -118,7 +118,6 @@ class BucketBench(CollectiveBench):
         """Checks each size and scheme, times it if no element is wrong, and yields its row."""
         queues = os.environ.get(QUEUES)
         for case in cases_of(self._cases, world_size=1):
-            show_progress(f"{case.nbytes} B")
             wrong, carried_by = self._check(case)
             row = BucketRow(
                 bytes=case.nbytes,

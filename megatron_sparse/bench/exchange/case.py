@@ -72,13 +72,6 @@ class BucketCase:
     level: str = RANK
 
     @property
-    def title(self) -> str:
-        """For the progress line."""
-        bits = "" if self.value_bits is None else f" in {self.value_bits} bits"
-        level = "" if self.level == RANK else f" at level {self.level}"
-        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}{bits}{level}"
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize

@@ -32,7 +32,7 @@ from megatron_sparse.bench.exchange.case import (
     cases_of,
     say_left_out,
 )
-from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
+from megatron_sparse.bench.exchange.frame import Bench, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
@@ -89,7 +89,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         if self.rank == 0:
             say_left_out(self._cases)
         wire_rate = self._wire_rate()
-        for case in each_case(cases_of(self._cases, self.world_size), self.rank):
+        for case in cases_of(self._cases, self.world_size):
             wrong, carried_by = self._check(case)
             row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **self._place)
             if not wrong:
@@ -106,7 +106,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         free = free_memory_bytes()  # ranks with more would swap
         fewer = f"fewer: they need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
         check_arguments(cases.NAME, [("ranks", n, needed <= free, fewer)])
-        for case in each_case(to_run):
+        for case in to_run:
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
             place = {"transport": VIRTUAL, "modelled": True, "delay_us": cases.delay_ms * 1e3}

@@ -27,7 +27,7 @@ from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import launchers, local_ranks
-from megatron_sparse.run.rows import CellRow, show_progress
+from megatron_sparse.run.rows import CellRow
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
 from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
 from megatron_sparse.transport.peer_links import check_gloo_interfaces
@@ -328,14 +328,6 @@ def run_virtual[Cases: Rounds](
     )
     with torch_threads(1):
         return print_rows(where, cases, bench.virtual_rows(cases, topology), json_path)
-
-
-def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]:
-    """The cases; rank 0 shows each before it begins."""
-    for number, case in enumerate(cases, 1):
-        if rank == 0:
-            show_progress(f"{number}/{len(cases)}: {case.title}")
-        yield case
 
 
 def _link(link: Link) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.codec.parameters import synthetic
-from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.frame import Bench
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.bench.options import check_arguments
@@ -48,11 +48,6 @@ class GatherCase:
 
     rate: float
     way: str
-
-    @property
-    def title(self) -> str:
-        """For the progress line."""
-        return f"lr {self.rate:g} {self.way}"
 
 
 def cases_of(sweep: GatherSweep, nodes: Sequence[int]) -> list[GatherCase]:
@@ -214,13 +209,13 @@ class GatherBench(Bench[GatherSweep]):
 
     def rows(self) -> Iterator[CellRow]:
         """Measures each case; see `Bench`."""
-        for case in each_case(cases_of(self._cases, self._transport.nodes), self.rank):
+        for case in cases_of(self._cases, self._transport.nodes):
             yield self._row(case)
 
     @classmethod
     def virtual_rows(cls, cases: GatherSweep, topology: Topology) -> Iterator[CellRow]:
         """See `Bench`."""
-        for case in each_case(cases_of(cases, topology.nodes)):
+        for case in cases_of(cases, topology.nodes):
             yield _virtual_row(cases, case, topology)
 
     def _row(self, case: GatherCase) -> GatherRow:
