@@ -350,8 +350,7 @@ def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:
     from megatron_sparse.bench.exchange.options import BucketSweep
 
     tiny = BucketSweep(min_bytes=2**16, max_bytes=2**16, iters=1, warmup=0)
-    # Triton's kernels are in the codecs' stage; a whole bucket of them takes too long here.
-    sweep = tiny if rehearse else BucketSweep(nccl_engine=nccl_engine, codecs=("cuda",))
+    sweep = tiny if rehearse else BucketSweep(nccl_engine=nccl_engine)
     return [row.wrong for row in run(sweep, json_path())]
 
 

@@ -222,7 +222,6 @@ MISTAKES = (
     Mistake("bench collectives --delay-ms=-1", "0 or more"),
     Mistake("bench collectives --delay-ms=2000 --timeout=1", "less than --timeout"),
     Mistake("bench gather --virtual --ranks=1", "2 or more"),
-    Mistake("bench bucket --codecs=cuda,rust", "codecs is out of range"),
     Mistake("bench bucket --min-bytes=1M --max-bytes=64K", "min_bytes is out of range"),
     Mistake(
         "bench collectives --ranks=3",

@@ -5,8 +5,7 @@ work, by the path that training takes (`GradientReducer` with residual, sampled 
 feedback and progress thread). Each row is checked on small integers first; a wrong one is not
 timed. The columns:
 
-- `codec`: on a GPU a row each for the compiled kernels (`cuda`, with messages of fixed size) and
-  for Triton's kernels with torch operations (`torch`, which exchanges sizes).
+- `codec`: that made the messages, see `formats.codec_choice`; `torch` exchanges their sizes.
 - `floor`: a copy that moves 16 bytes an element: gradient and residual are read, residual and sum
   are written. Nothing that holds a residual can move less.
 - `host`: what the calls that start the bucket and await it take the training thread.
@@ -36,9 +35,8 @@ from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.table import copy_action, local
-from megatron_sparse.formats.codec_choice import CODEC
+from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.reduction.job import Pending
-from megatron_sparse.run.launchers import environment
 from megatron_sparse.run.rows import CellRow, cell, optional
 
 FLOOR_BYTES = 16
@@ -96,12 +94,13 @@ class BucketBench(CollectiveBench):
 
     Args:
         sweep: what to measure.
-        codec: as of `BucketRow`; selected by MEGATRON_SPARSE_CODEC already.
     """
 
-    def __init__(self, sweep: BucketSweep, codec: str) -> None:
+    def __init__(self, sweep: BucketSweep) -> None:
         # The codec `torch` exchanges sizes: it has no slots, so neither capacity nor NCCL engine.
-        self._codec, has_slots = codec, codec != "torch"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        has_slots = is_compiled(device)
+        self._codec = device.type if has_slots else "torch"
         cases = CollectiveSweep(
             min_bytes=sweep.min_bytes,
             max_bytes=sweep.max_bytes,
@@ -218,12 +217,8 @@ def _where(_: BucketSweep) -> str:
 
 
 def _rows(sweep: BucketSweep) -> Iterator[BucketRow]:
-    """The rows of each codec in turn."""
-    for codec in sweep.codecs if torch.cuda.is_available() else ("cpu",):
-        # Each message reads it; a CPU has one codec only.
-        selected = {} if codec == "cpu" else {CODEC: codec}
-        with environment(selected), BucketBench(sweep, codec) as bench:
-            yield from bench.bucket_rows()
+    with BucketBench(sweep) as bench:
+        yield from bench.bucket_rows()
 
 
 run = local(_where, _rows)

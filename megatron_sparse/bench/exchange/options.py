@@ -40,8 +40,6 @@ WHOLE_BITS = 32
 ALPHA_S, INTRA_GBIT = 10e-6, 1600.0
 """Of virtual links: latency of a message, and the rate inside a node."""
 OPS = ("all_reduce", "reduce_scatter")
-BUCKET_CODECS = ("cuda", "torch")
-"""MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +210,6 @@ class BucketSweep(Sizes):
     )
     density: float = option(0.01, "Fraction selected.", fits=fraction)
     capacity: float = option(1.25, "scheme.capacity", min=1)
-    codecs: Sequence[str] = names_option(
-        ",".join(BUCKET_CODECS),
-        "On a GPU: cuda, torch (Triton's kernels and torch operations; exchanges sizes).",
-        among=BUCKET_CODECS,
-    )
     nccl_engine: bool = option(False, "scheme.nccl_engine", flag="--nccl-engine")
     iters: int = option(10, "Buckets that are timed.", min=1)
 
