@@ -129,18 +129,9 @@ class TestTheCheckerItself:
         with pytest.raises(Uncovered, match="no rule for rm"):
             CHECKER.check(Command("page.md:1", ("rm", "-r", "runs")))
 
-    def test_words_around_a_command_are_removed(self, tmp_path):
+    def test_a_command_in_an_unmarked_block_is_found(self, tmp_path):
         page = tmp_path / "page.md"
-        page.write_text(
-            "```bash\n# a comment\nsudo A=1 megatron-sparse doctor \\\n  --json x  # why\n"
-            "cd runs && ls | less\n```\n```\nmegatron-sparse plan\n```\n"
-        )
-        assert [command.words for command in commands_of(page)] == [
-            ("megatron-sparse", "doctor", "--json", "x"),
-            ("cd", "runs"),
-            ("ls",),
-            ("less",),
-        ]
+        page.write_text("```\nmegatron-sparse plan\n```\n")
         assert unmarked_commands(page) == ["megatron-sparse plan"]
 
 
