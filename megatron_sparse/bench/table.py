@@ -25,9 +25,6 @@ from megatron_sparse.run.provenance import git_state
 from megatron_sparse.run.rows import CellRow, print_table
 from megatron_sparse.version import __version__
 
-MOST_FOREIGN_LOAD = 0.1
-"""Share of the machine; if other programs use more, a measurement is marked as noisy."""
-
 type Action = Callable[[], object]
 
 

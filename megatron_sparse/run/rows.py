@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from megatron_sparse.errors import writing
 
 _COLUMN = "column"
+MOST_FOREIGN_LOAD = 0.1
+"""Share of the machine; if other programs use more, a measurement is marked as noisy."""
 
 
 class Columns:
@@ -50,13 +52,12 @@ class Columns:
         self.header = "#" + (self._begin + " ".join(titles).rstrip())[1:]
 
     def line(self, row: object) -> str:
-        """A row's line; `-` for None. Noisy rows say how much of the machine others took."""
+        """A row's line; `-` for None."""
         cells = []
         for attribute, spec, text_spec in self._columns:
             value = _value(row, attribute)
             cells.append(format("-", text_spec) if value is None else format(value, spec))
-        noise = f"  noisy: {row.foreign_load:.0%}" if getattr(row, "noisy", False) else ""  # type: ignore[attr-defined]
-        return self._begin + " ".join(cells).rstrip() + noise
+        return self._begin + " ".join(cells).rstrip()
 
 
 def _value(row: object, expression: str) -> Any:
@@ -110,9 +111,15 @@ class CellRow:
         """Whether the bench fails because of this row: a result is wrong, or misses its target."""
         return bool(getattr(self, "wrong", 0))
 
+    @property
+    def load_note(self) -> str:
+        """How much of the machine other programs took, if that was too much; else empty."""
+        share = getattr(self, "foreign_load", None) or 0.0
+        return f"  noisy: {share:.0%}" if share > MOST_FOREIGN_LOAD else ""
+
     def line(self) -> str:
         """The table's line."""
-        return self.COLUMNS.line(self)
+        return self.COLUMNS.line(self) + self.load_note
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object."""
@@ -135,7 +142,7 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
         print(row.line(), flush=True)
         done.append(row)
         write_rows(json_path, [row.to_dict()], "a")
-    if any(getattr(row, "noisy", False) for row in done):
+    if any(row.load_note for row in done):
         print(
             "# noisy: other programs took so much of the machine in the meantime; measure again",
             flush=True,

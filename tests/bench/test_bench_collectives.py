@@ -28,7 +28,7 @@ from tests.tracked import json_lines
 KEYS = {
     *("op", "scheme", "dtype", "density", "count", "bytes", "world_size", "wire_bytes"),
     *("time_us", "dense_us", "encode_us", "network_us", "decode_us", "host_us"),
-    *("transport", "modelled", "wrong"),
+    *("transport", "wrong"),
 }
 """The keys on which readers of the JSON lines may rely."""
 LINK = Link(1e-5, 8e-10)
@@ -81,7 +81,6 @@ class TestVirtual:
         for row in rows:
             assert set(row) >= KEYS
             assert row["wrong"] == 0
-            assert row["modelled"] is True
             assert row["transport"] == "virtual"
             assert row["time_us"] > 0
             assert row["dense_us"] > 0
@@ -321,7 +320,7 @@ class TestFigures:
     def test_noisy_rows_say_so(self):
         row = self.measured()
         assert "noisy" not in row.line()
-        row.noisy, row.foreign_load = True, 0.37
+        row.foreign_load = 0.37
         assert "noisy: 37%" in row.line()
 
 
@@ -366,7 +365,7 @@ class TestLoopback:
         ]
         for row in rows:
             assert set(row) >= KEYS
-            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
+            assert (row["wrong"], row["transport"]) == (0, "gloo")
             for name in KEYS & {name for name in row if name.endswith("_us")}:
                 assert math.isfinite(row[name]), name
             assert row["time_us"] > row["network_us"] > 0

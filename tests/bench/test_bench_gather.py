@@ -24,7 +24,6 @@ def test_virtual_ranks_end_with_the_owners_bits(dtype):
     assert len(found) == 4
     for row in found:
         assert row.wrong == 0
-        assert row.modelled
         assert row.numel == 100_000
         assert row.raw_bytes == 80_000 * (2 if dtype == "fp32" else 1) * 2
         assert 0 < row.bits < 32

@@ -24,7 +24,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 )
 from megatron_sparse.bench.exchange.frame import Bench, as_rank, start_ranks
 from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad
+from megatron_sparse.bench.table import HostLoad
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.config.scheme import RING_DENSITIES
@@ -34,7 +34,7 @@ from megatron_sparse.planner.link_timing import complete, gather_rows, host_cloc
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import launchers, local_ranks
-from megatron_sparse.run.rows import print_table
+from megatron_sparse.run.rows import MOST_FOREIGN_LOAD, print_table
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 

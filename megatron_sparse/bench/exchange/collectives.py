@@ -37,7 +37,7 @@ from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
 from megatron_sparse.bench.options import check_arguments
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, free_memory_bytes
+from megatron_sparse.bench.table import free_memory_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, ring_times
@@ -109,7 +109,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         for case in to_run:
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
-            place = {"transport": VIRTUAL, "modelled": True, "delay_us": cases.delay_ms * 1e3}
+            place = {"transport": VIRTUAL, "delay_us": cases.delay_ms * 1e3}
             row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **place)
             if not wrong:
                 _model(case, row, cases, topology)
@@ -188,10 +188,9 @@ class CollectiveBench(Bench[CollectiveSweep]):
             """Microseconds of a plain copy."""
             return [self._timed(lambda: spare_N.copy_(base_N))]
 
-        figures, share = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
+        figures, row.foreign_load = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
         scheme_nRM, dense_nR1, copy_nR1 = figures
         row.measured(case, scheme_nRM, dense_nR1.squeeze(-1), copy_nR1.squeeze(-1), wire_rate)
-        row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
 
     def _since_last(self, action: Callable[[], object]) -> float:
         """This rank's microseconds from the last rank's arrival on."""

@@ -66,8 +66,9 @@ class GatherRow(CellRow):
     numel: int = cell("parameters of the bucket", ">10")
     world_size: int = cell("ranks")
     nodes: int = cell("that they are on")
-    transport: str = cell("`gloo`, `nccl` or `virtual`")
-    modelled: bool = cell("times are an alpha-beta model's, in which local work takes no time")
+    transport: str = cell(
+        "`gloo`, `nccl` or `virtual`: times are an alpha-beta model's, without local work"
+    )
     bits: float = cell("of the busiest rank's record, for each parameter of its shard", ">6.2f")
     time_us: float = cell(
         "from the new shard to all new parameters, encoding and decoding included",
@@ -250,7 +251,6 @@ class GatherBench(Bench[GatherSweep]):
             self._transport.nodes,
             exact_nRM[..., 1:].median(1).values,
             transport=self.backend,
-            modelled=False,
             time_us=time_us,
             raw_us=raw_us,
             wrong=self._count(wrong),
@@ -282,7 +282,6 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         topology.nodes,
         torch.tensor([rank.measured() for rank in ranks], dtype=torch.float64),
         transport="virtual",
-        modelled=True,
         time_us=time_us,
         raw_us=raw_us,
         wrong=sum(rank.wrong(1) for rank in ranks),

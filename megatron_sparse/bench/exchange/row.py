@@ -63,9 +63,10 @@ class CollectiveRow(CellRow):
     sum_bits: int | None = optional("of gathered sums; null: they travel whole")
     level: str = cell("`rank` or `node`, as asked for", ">5", default=RANK)
     world_size: int = cell("ranks")
-    transport: str = cell("of pairwise messages: `gloo`, `nccl` or `virtual`", default="")
+    transport: str = cell(
+        "of pairwise messages: `gloo`, `nccl` or `virtual`, an alpha-beta model", default=""
+    )
     mbit: int | None = optional("of each rank's link as given; null: it was measured")
-    modelled: bool = cell("network times are those of an alpha-beta model", default=False)
     delay_us: float = cell("how late the last rank was made", default=0.0)
     wire_bytes: int | None = optional("sent by the busiest rank", ">11.0f wire(B)")
     inside_bytes: int | None = optional(
@@ -115,7 +116,6 @@ class CollectiveRow(CellRow):
     foreign_load: float | None = optional(
         "the share of the machine that other programs took; null where unknown"
     )
-    noisy: bool = cell("`foreign_load` was too high to trust the figures", default=False)
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, describe_cpu, foreign_share
+from megatron_sparse.bench.table import HostLoad, describe_cpu, foreign_share
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
@@ -185,12 +185,6 @@ class RunResult:
     def means(self) -> list[tuple[int, float]]:
         """The curve, with one mean of the validations after the last iteration."""
         return list((dict(self.curve) | {self.curve[-1][0]: self.final}).items())
-
-    @property
-    def noise(self) -> dict[str, Any]:
-        """The cells of a row whose times may not be trusted."""
-        noisy = self.foreign_load > MOST_FOREIGN_LOAD
-        return {"foreign_load": self.foreign_load, "noisy": noisy}
 
     def summary(self) -> dict[str, Any]:
         """The plugin's own; plain Megatron writes none."""

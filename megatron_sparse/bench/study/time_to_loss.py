@@ -85,7 +85,6 @@ class TimeToLossRow(CellRow):
         "the shortest `final_s` of Megatron without the plugin over it", ">10.2f over best"
     )
     foreign_load: float = cell("the share of the machine that other programs took meanwhile")
-    noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
 
 def points(outcome: RunResult) -> list[tuple[float, float]]:
@@ -285,7 +284,7 @@ def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float
         final_s=final_s,
         speedup=ratio(seconds_to(plain, MARGIN * plain.final), final_s),
         over_best=ratio(best_s, final_s),
-        **each.noise,
+        foreign_load=each.foreign_load,
     )
 
 

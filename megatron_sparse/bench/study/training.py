@@ -96,7 +96,6 @@ class TrainingRow(CellRow):
     loss_first: float = cell("of the first iteration")
     loss_last: float = cell("of the last one")
     foreign_load: float = cell("the share of the machine that other programs took meanwhile")
-    noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
     @property
     def losses(self) -> str:
@@ -217,7 +216,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             loss_first=outcome.losses[0],
             loss_last=outcome.losses[-1],
             speedup=first_ms / middle_ms,
-            **outcome.noise,
+            foreign_load=outcome.foreign_load,
             **_measured(breakdown),
         )
 
