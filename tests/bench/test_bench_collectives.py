@@ -138,13 +138,6 @@ class TestVirtual:
         for row in run_virtual(5, dtypes=[dtype], schemes=["dense", "direct", "agsparse"]):
             assert row["wrong"] == 0
 
-    def test_what_has_no_rows_in_few_bits_is_named(self, capsys):
-        asked = sweep(schemes=["direct", "zen"], value_bits=[4])
-        CollectiveBench.check(asked, 2, virtual=True)
-        assert not capsys.readouterr().out  # every process of a launch checks
-        next(CollectiveBench.virtual_rows(asked, Topology.even(2, 2, LINK, LINK)))
-        assert capsys.readouterr().out.count("no rows in few bits: zen\n") == 1
-
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     @pytest.mark.parametrize("sum_bits", [None, 32, 4])
     def test_values_in_few_bits_are_right_and_fewer_bytes(self, dtype, sum_bits):

@@ -193,14 +193,6 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
     return cases
 
 
-def say_left_out(sweep: CollectiveSweep) -> None:
-    """Prints which schemes have no rows in few bits, though they were asked for, if any."""
-    few_bits = any(bits != WHOLE_BITS for bits in sweep.value_bits)
-    names = [name for name in sweep.schemes if few_bits and entry_of(name).own_format is not None]
-    if names:
-        print(f"# values in full only, no rows in few bits: {', '.join(names)}", flush=True)
-
-
 def entry_of(scheme: str) -> Scheme:
     """A scheme's entry; `auto` can do whatever `direct` can."""
     return SCHEMES["direct" if scheme == "auto" else scheme]

@@ -30,7 +30,6 @@ from megatron_sparse.bench.exchange.case import (
     BucketCase,
     BucketPath,
     cases_of,
-    say_left_out,
 )
 from megatron_sparse.bench.exchange.frame import Bench, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
@@ -86,8 +85,6 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     def rows(self) -> Iterator[CellRow]:
         """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
-        if self.rank == 0:
-            say_left_out(self._cases)
         wire_rate = self._wire_rate()
         for case in cases_of(self._cases, self.world_size):
             wrong, carried_by = self._check(case)
@@ -99,7 +96,6 @@ class CollectiveBench(Bench[CollectiveSweep]):
     @classmethod
     def virtual_rows(cls, cases: CollectiveSweep, topology: Topology) -> Iterator[CellRow]:
         """Checks each case, models its times if no element is wrong, and yields its row."""
-        say_left_out(cases)
         n = topology.world_size
         to_run = cases_of(cases, n)
         needed = max(case.numel for case in to_run) * n * BYTES_AN_ELEMENT

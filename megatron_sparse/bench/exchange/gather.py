@@ -10,7 +10,6 @@ time. `encode_us` and `decode_us` are this machine's, measured.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,10 +79,6 @@ class GatherRow(CellRow):
     decode_us: float = cell("on one processor core for each rank", ">10.0f decode(us)")
     wire_bytes: float = cell("sent by the busiest rank", ">11.0f wire(B)")
     raw_bytes: float = cell("that each rank of a ring sends", ">11.0f raw(B)")
-    across_bytes: float | None = cell(
-        "of all records that leave the busiest node; null where ranks share one node",
-        ">11.0f across(B)",
-    )
     wrong: int = cell("parameters, on all ranks, with other bits than their owners'", ">6 #wrong")
 
     @classmethod
@@ -119,37 +114,8 @@ class GatherRow(CellRow):
             decode_us=mean(of_rank["decode_us"]),
             wire_bytes=max(of_rank["wire_bytes"]),
             raw_bytes=(n - 1) * shard * VALUE_DTYPES[sweep.dtype].itemsize,
-            across_bytes=across_bytes(of_rank["message_bytes"], nodes, case.way),
             **outcome,
         )
-
-
-def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str) -> float | None:
-    """Bytes of records that leave the busiest node; None on one node.
-
-    A record goes to every rank of the other nodes (`flat`), or to each other node once.
-
-    Args:
-        message_bytes: of each rank's record.
-        nodes: the node of each rank.
-        way: `flat` or `per-node`.
-
-    Example:
-        Two nodes of two ranks:
-        >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "flat")
-        140.0
-        >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "per-node")
-        70.0
-    """
-    node_bytes: dict[int, float] = defaultdict(float)
-    for node, size in zip(nodes, message_bytes, strict=True):
-        node_bytes[node] += size
-    if len(node_bytes) == 1:
-        return None
-    if way == PER_NODE:
-        return max(node_bytes.values()) * (len(node_bytes) - 1)
-    ranks_elsewhere = {node: sum(other != node for other in nodes) for node in node_bytes}
-    return max(size * ranks_elsewhere[node] for node, size in node_bytes.items())
 
 
 class RankGather:
