@@ -14,7 +14,7 @@ from megatron_sparse.bench.exchange import collectives, frame
 from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
-from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, codec_bytes, payload_rate
+from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, payload_rate
 from megatron_sparse.bench.table import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
@@ -271,7 +271,7 @@ class TestFigures:
         rounds, dense = (
             torch.tensor(each[::order], dtype=torch.float64) for each in (rounds, dense)
         )
-        return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6)
+        return row.measured(rounds, dense, 1e6)
 
     def test_the_slowest_rank_of_each_round_counts(self):
         row = self.measured()
@@ -284,8 +284,6 @@ class TestFigures:
         assert row.wire_bytes == 200
         assert row.p99_us == pytest.approx(89.4)  # 1 % of the way from 90 to 60
         assert row.network_floor_us == pytest.approx(200)
-        # 4000 + 8000 + 4000 + 10 * 8 + 200 bytes, at 8000 bytes in 2 us.
-        assert row.floor_us == pytest.approx(200 + 16_280 * 2 / 8000)
 
     def test_a_rank_that_waits_for_the_late_one_waits_in_its_stages(self):
         row = self.measured(-1, delay_us=25.0)
@@ -302,13 +300,8 @@ class TestFigures:
         # Two checked steps, and two rounds of scheme and dense collective.
         assert time.monotonic() - start_s > 6 * 0.1
 
-    def test_floor(self):
+    def test_the_payload_is_what_frames_leave_of_the_rate(self):
         assert payload_rate(1000) == pytest.approx(119.55e6, rel=1e-4)
-        assert codec_bytes(self.CASE, "dense", 100, 10, 2) == 0
-        # Selection: 4000 + 8000 bytes and a message of 10 entries.
-        assert codec_bytes(self.CASE, "agsparse", 100, 10, 2) == 12_080 + 4100
-        shard = dataclasses.replace(self.CASE, op=CollectiveOp.REDUCE_SCATTER)
-        assert codec_bytes(shard, "direct", 100, 10, 4) == 12_080 + 1100
 
     def test_noisy_rows_say_so(self):
         row = self.measured()
@@ -363,7 +356,7 @@ class TestLoopback:
                 assert math.isfinite(row[name]), name
             assert row["time_us"] > row["network_us"] > 0
             assert row["p99_us"] >= row["time_us"] >= row["host_us"] > 0
-            assert row["floor_us"] >= row["network_floor_us"] > 0
+            assert row["network_floor_us"] > 0
             assert 0 <= row["foreign_load"] <= 1
             sparse = SCHEMES[row["carried_by"]].takes == "sparse"
             assert (row["prune_us"] > 0) == sparse

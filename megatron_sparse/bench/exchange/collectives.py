@@ -4,10 +4,10 @@
 selected; a row that has any is not timed.
 
 Between processes it times the path that training uses: `GradientReducer` with its residual, sampled
-threshold, error feedback, progress thread and planner. A round is the scheme, the backend's own
-dense collective and a plain copy, each after a barrier and on fresh values; filling them in is not
-timed. They take turns at going first, so that a slowdown of the machine affects all of them. With
-`--delay-ms` the last rank comes so much later, and time counts from its arrival on.
+threshold, error feedback, progress thread and planner. A round is the scheme and the backend's own
+dense collective, each after a barrier and on fresh values; filling them in is not timed. They take
+turns at going first, so that a slowdown of the machine affects both. With `--delay-ms` the last
+rank comes so much later, and time counts from its arrival on.
 
 On virtual ranks `time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local
 work takes no time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over
@@ -158,7 +158,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         return wrong
 
     def _time(self, case: BucketCase, row: CollectiveRow, wire_rate: float) -> None:
-        """Times the scheme, the dense collective and a copy in turn, and fills in the row.
+        """Times the scheme and the dense collective in turn, and fills in the row.
 
         `wire_rate` is that of this rank's link, in payload bytes a second.
         """
@@ -180,13 +180,9 @@ class CollectiveBench(Bench[CollectiveSweep]):
             spare_N.copy_(base_N)
             return [self._since_last(lambda: self._dense(case, spare_N))]
 
-        def copy(_: int) -> list[float]:
-            """Microseconds of a plain copy."""
-            return [self._timed(lambda: spare_N.copy_(base_N))]
-
-        figures, row.foreign_load = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
-        scheme_nRM, dense_nR1, copy_nR1 = figures
-        row.measured(case, scheme_nRM, dense_nR1.squeeze(-1), copy_nR1.squeeze(-1), wire_rate)
+        figures, row.foreign_load = self._in_turn([scheme, dense], sweep.warmup, sweep.iters)
+        scheme_nRM, dense_nR1 = figures
+        row.measured(scheme_nRM, dense_nR1.squeeze(-1), wire_rate)
 
     def _since_last(self, action: Callable[[], object]) -> float:
         """This rank's microseconds from the last rank's arrival on."""

@@ -4,17 +4,8 @@ The slowest rank's time counts. The stages are that rank's in the same round, so
 `host_us` add up to its time; each figure is a median over the rounds, so the printed medians need
 not add up.
 
-The floor is the least time that a synchronisation can take: its bytes at the rates measured beside
-it. Wire: the busiest rank's bytes, at the rate of its link. Codec, for sparse schemes: the bytes
-that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
-once. The floor counts the passes that every codec needs:
-
-- selection: gradient and residual are read, the residual is written;
-- the sum is written once;
-- a message is written once, and as many bytes as are sent are read.
-
-Scattered additions are not counted: a codec that merges messages tile by tile has none outside of
-the cache. For dense schemes only the wire counts: they add while bytes arrive.
+The network's floor is the least time that the sent bytes take: the busiest rank's, at the rate of
+its link.
 """
 
 from __future__ import annotations
@@ -27,17 +18,12 @@ import numpy as np
 import torch
 
 from megatron_sparse.bench.exchange.case import BucketCase
-from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import RANK
-from megatron_sparse.formats.message import VALUE_DTYPES
-from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
 from megatron_sparse.run.rows import CellRow, cell, optional
 
 MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "wire_bytes", "inside_bytes", "nnz", "numel")
 """What a rank measures of the scheme in a round: microseconds, bytes and elements."""
-RESIDUAL_BYTES = 4
 PAYLOAD_SHARE = 1448 / 1514
 """Payload fraction of the bytes that Ethernet carries at an MTU of 1500."""
 
@@ -86,7 +72,7 @@ class CollectiveRow(CellRow):
     )
     speedup: float | None = optional(
         "of the pairs of dense and scheme, the median",
-        ">7.2f | time_us/floor_us >6.2f /floor | network_us/network_floor_us >5.2f net/",
+        ">7.2f | network_us/network_floor_us >5.2f net/",
     )
     prune_us: float | None = optional(
         "threshold, error feedback, pruning and encoding", ">8.0f prune"
@@ -106,13 +92,7 @@ class CollectiveRow(CellRow):
         "the Python path costs the host; null for virtual ranks, which have none",
         ">8.0f cpu",
     )
-    copy_us: float | None = optional(
-        "a plain copy of the gradient by all ranks at once, in turn with the scheme"
-    )
-    floor_us: float | None = optional(
-        "the least that the scheme's bytes take, wire and codec; see above"
-    )
-    network_floor_us: float | None = optional("the wire's part of it")
+    network_floor_us: float | None = optional("the least that the sent bytes take, see above")
     foreign_load: float | None = optional(
         "the share of the machine that other programs took; null where unknown"
     )
@@ -136,19 +116,15 @@ class CollectiveRow(CellRow):
 
     def measured(
         self,
-        case: BucketCase,
         scheme_nRM: torch.Tensor,
         dense_nR: torch.Tensor,
-        copy_nR: torch.Tensor,
         wire_rate: float,
     ) -> CollectiveRow:
         """Fills in the times; mutates and returns the row.
 
         Args:
-            case: the row's.
             scheme_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
             dense_nR: microseconds of the dense collective.
-            copy_nR: microseconds of the plain copy.
             wire_rate: payload bytes a second that a rank can send.
         """
         figures_nR = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
@@ -166,17 +142,12 @@ class CollectiveRow(CellRow):
         # The last rank is the late one: it does not wait for itself.
         waited = np.where(slowest == self.world_size - 1, 0.0, self.delay_us)
         self.host_us = _median(total + waited - stages)
-        self.copy_us = _median(copy_nR.numpy().max(axis=0))
         self.wire_bytes, self.inside_bytes = (
             round(_median(figures_nR[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
         )
-        nnz = float(figures_nR["nnz"].mean())
-        self.sent_density = nnz / float(figures_nR["numel"].mean())
-        copy_rate = 2 * case.nbytes / self.copy_us  # bytes read and written in a microsecond
-        codec = codec_bytes(case, self.carried_by, self.wire_bytes, nnz, self.world_size)
+        self.sent_density = float(figures_nR["nnz"].mean() / figures_nR["numel"].mean())
         # What stays inside a node does not cross the link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
-        self.floor_us = self.network_floor_us + codec / copy_rate
         return self
 
 
@@ -193,30 +164,3 @@ def _median(values_R: np.ndarray) -> float:
 def payload_rate(mbit: float) -> float:
     """Payload bytes a second of a link."""
     return mbit * 1e6 / 8 * PAYLOAD_SHARE
-
-
-def codec_bytes(case: BucketCase, scheme: str, wire_bytes: float, nnz: float, n: int) -> float:
-    """Bytes that one rank's codec reads and writes at least.
-
-    Args:
-        case: what is synchronised.
-        scheme: the one that carried it.
-        wire_bytes: sent by the busiest rank.
-        nnz: elements that a rank selected.
-        n: ranks.
-
-    Example:
-        >>> case = BucketCase(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
-        >>> codec_bytes(case, "agsparse", 8, 1, 2)  # 400 + 800 + 400 + 8 + 8
-        1616.0
-    """
-    if SCHEMES[scheme].takes is Input.DENSE:
-        return 0.0
-    # The sum that a rank writes: all of it, or its shard.
-    owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
-    value_bytes = VALUE_DTYPES[case.dtype].itemsize
-    # Taken as COO whatever the scheme's format is; as Rice where values have few bits.
-    message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
-    # The gradient is read, the residual read and written, the message written.
-    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message
-    return float(selection + owned + wire_bytes)
