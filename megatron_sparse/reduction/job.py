@@ -45,7 +45,6 @@ from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, RecordSink, StageTimer
 from megatron_sparse.transport import Work
 from megatron_sparse.transport.base import Marker
-from megatron_sparse.transport.liveness import posting_for
 
 
 class Gate(Enum):
@@ -353,8 +352,6 @@ class Pending[T]:
         with self._stream.current():
             if self._work is not None:
                 self._finish_work(self._work)
-            # Other ranks' errors name the bucket for which this rank posts.
-            token = posting_for.set(self.name)
             ended = False
             try:
                 self._note_yielded(next(self._steps), wake)
@@ -362,8 +359,6 @@ class Pending[T]:
                 ended, self.result = True, end.value
                 if not self.queued():
                     self._mark_queued()
-            finally:
-                posting_for.reset(token)
             self.host_cpu_s += time.thread_time() - cpu_s
             self.host_wall_s += time.perf_counter() - wall_s
             if ended:

@@ -4,7 +4,7 @@ gloo and NCCL wait out their timeout for a rank that is stopped, and often for o
 every group also has a side channel: each member holds one TCP connection to the group's first rank,
 which passes on which ranks have died, have failed, or are silent (`peer_links`). A process has one
 thread for this, however many groups it is in; the data path pays only two attribute reads per
-operation. Cost: each rank sends 1 line of about 100 bytes a second and receives one; the first rank
+operation. Cost: each rank sends a line of some 20 bytes a second and receives one; the first rank
 of a group of n does so n - 1 times.
 
 A process that ends (killed, crashed, or ended by an error) is noticed at once, and so is one that
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport.peer_links import PeerLinks
@@ -34,12 +33,6 @@ GRACE_S = 0.3
 """A rank counts as lost only after this time: its last messages may still be on their way."""
 NAMING_S = 1.5
 """How long an operation that failed waits for the side channel to name the rank at fault."""
-ANSWER_S = 0.5
-"""How long to wait for the other ranks' reports of their progress."""
-MOST_NAMED = 8
-
-posting_for: ContextVar[str] = ContextVar("posting_for", default="")
-"""The bucket that this thread posts operations for; other ranks' error messages name it."""
 
 _lock = threading.Lock()
 _links: PeerLinks | None = None
@@ -60,10 +53,6 @@ class PeerLiveness:
         self._number = {rank: number for number, rank in enumerate(ranks)}
         self._silence_s = max(timeout_s * SILENCE_FRACTION, SHORTEST_SILENCE_S)
         self._found: str | None = None
-
-    def note(self, operation: str) -> None:
-        """Records the operation that this rank posts, for the other ranks' error messages."""
-        self._links.own_progress = (posting_for.get(), operation, time.monotonic())
 
     def trouble(self) -> str | None:
         """Which rank of the group is gone and why, in words; None while all are alive.
@@ -90,16 +79,6 @@ class PeerLiveness:
         while (found := self.trouble()) is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
-
-    def whereabouts(self) -> str:
-        """The last operation of each other rank, in words. Blocks for `ANSWER_S`."""
-        self._links.ask()
-        time.sleep(ANSWER_S)
-        heard = self._links.progress
-        others = [rank for rank in self._number if rank != self._links.rank]
-        known = [f"{self._name(rank)} is at {heard[rank]}" for rank in others if rank in heard]
-        more = [f"and {len(known) - MOST_NAMED} more"] if len(known) > MOST_NAMED else []
-        return "; ".join(known[:MOST_NAMED] + more) or "nothing is known of the other ranks"
 
     def close(self, *, broken: bool = False) -> None:
         """Leaves the side channel; the process's last group to leave ends its thread.

@@ -61,8 +61,6 @@ class Operation:
         if self._liveness is not None:
             # After the timeout the rank at fault is known, if ever; before it, soon.
             trouble = self._liveness.trouble() if is_late else self._liveness.await_trouble()
-            if trouble is None:
-                got += f"; {self._liveness.whereabouts()}"
         return CommunicationError(
             f"{self.name} failed" + (f": {trouble}" if trouble else ""),
             expected="every rank of the group takes part within scheme.timeout_s "

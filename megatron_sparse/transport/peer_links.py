@@ -4,10 +4,9 @@ A process that is the first rank of a group listens; the others connect to it, o
 groups they share. Messages are lines of JSON, each an object with one or more of these keys:
 
 - `hello` (rank) and `token`: the handshake, the first line to a listener; answered by `welcome`.
-- `beat`: the sender's last operation; sent every `BEAT_S`. To members also `silent`:
-  {rank: seconds} for all ranks that the listener has not heard from for two beats.
+- `beat`: a sign of life; sent every `BEAT_S`. To members also `silent`: {rank: seconds} for all
+  ranks that the listener has not heard from for two beats.
 - `lost`: rank and why; sent by a rank that fails, and passed on by the listener.
-- `ask`, answered by `progress`: {rank: its last operation}.
 - `bye`: an orderly end; a connection that ends without it belonged to a process that died.
 
 The token comes from the invitation, which travels through the group itself. The listener drops a
@@ -114,16 +113,12 @@ class PeerLinks:
     Attributes:
         lost: rank -> why it is gone, in the order in which it was noticed.
         silent_s: rank -> seconds since its last message, only for those above two beats.
-        progress: rank -> its last operation, in words.
-        own_progress: bucket, operation and time of this rank's last post.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lost: dict[int, Loss] = {}
         self.silent_s: dict[int, float] = {}
-        self.progress: dict[int, str] = {}
-        self.own_progress: tuple[str, str, float] = ("", "nothing", time.monotonic())
         self._lock = threading.RLock()
         self._links: list[_Link] = []
         self._selector = selectors.DefaultSelector()
@@ -201,11 +196,6 @@ class PeerLinks:
         with self._lock:
             self._tell({"lost": self.rank, "why": why}, self._links)
 
-    def ask(self) -> None:
-        """Asks for the last operation of every rank; `progress` is complete a moment later."""
-        with self._lock:
-            self._tell({"ask": 1}, [link for link in self._links if not link.is_member])
-
     def close(self, *, goodbye: bool) -> None:
         """Ends all connections and the thread."""
         with self._lock:
@@ -267,7 +257,7 @@ class PeerLinks:
                 if link.rank is None and not self._welcome(link, message):
                     return
                 self._take(link, message)
-                if "bye" in message:
+                if "bye" in message:  # no loss: its last messages may still be on their way
                     self._drop(link)
                     return
         except (OSError, EOFError, ValueError):
@@ -285,25 +275,13 @@ class PeerLinks:
         return True
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
-        """Handles one message of a rank: notes or answers each of its keys (module's docstring)."""
-        assert link.rank is not None
-        if "beat" in message:
-            self.progress = {**self.progress, link.rank: message["beat"]}
+        """Notes what a rank says of others: who is `silent`, who is `lost`."""
         if "silent" in message:
             silent_s = {int(rank): float(s) for rank, s in message["silent"].items()}
             silent_s.pop(self.rank, None)
             link.relayed_silent_s = silent_s
         if "lost" in message:
             self._lose(int(message["lost"]), message["why"], link)
-        if "ask" in message:
-            link.send({"progress": self.progress, "beat": self._own_words()})
-        if "progress" in message:
-            heard = {int(rank): text for rank, text in message["progress"].items()}
-            self.progress = {**self.progress, **heard}
-        if "bye" in message:
-            # No loss: its last messages may still be on their way. A rank that waits for more of
-            # them learns from this why none come.
-            self.progress = {**self.progress, link.rank: "its end: it has left the group"}
 
     def _end(self, link: _Link) -> None:
         """Handles a connection that broke without a goodbye."""
@@ -330,15 +308,10 @@ class PeerLinks:
         for link in self._links:
             relayed_s |= link.relayed_silent_s
         self.silent_s = relayed_s | silent_here_s  # what this rank heard itself wins
-        beat = {"beat": self._own_words()}
+        beat = {"beat": 1}
         awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
         self._tell({**beat, "silent": silent_here_s}, [link for link in awake if link.is_member])
         self._tell(beat, [link for link in awake if not link.is_member])
-
-    def _own_words(self) -> str:
-        bucket, operation, since_s = self.own_progress
-        of_bucket = f"bucket {bucket}, " if bucket else ""
-        return f"{of_bucket}{operation}, posted {time.monotonic() - since_s:.1f} s ago"
 
     def _tell(self, message: dict[str, Any], links: list[_Link]) -> None:
         """Sends a message on these connections; one that is broken ends."""

@@ -157,16 +157,14 @@ class ProcessGroupTransport:
         return counter.arrive
 
     def _announce(self, name: str) -> Operation:
-        """Starts the deadline of an operation that is about to be posted, and records its name.
+        """Starts the deadline of an operation that is about to be posted.
 
         Raises:
             CommunicationError: a rank of the group is gone.
         """
         operation = Operation(name, self._liveness, self._timeout_s)
-        if self._liveness is not None:
-            if self._liveness.trouble() is not None:
-                raise operation.error()
-            self._liveness.note(name)
+        if self._liveness is not None and self._liveness.trouble() is not None:
+            raise operation.error()
         return operation
 
     def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> Work:
