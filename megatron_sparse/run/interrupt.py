@@ -36,8 +36,8 @@ STUCK_S = 4.0
 """Seconds after Ctrl-C at which a rank ends that is still waiting for others."""
 FIRST_S = 20
 """Seconds that the first rank of a node gets to report an error that all ranks have."""
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""The variables in which torchrun, mpirun and srun say which of its node's ranks a process is."""
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+"""The variables in which torchrun and srun say which of its node's ranks a process is."""
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "MEGATRON_SPARSE_LAUNCHER"
 """In the environment of ranks: the process number of the launcher that started them."""

@@ -28,7 +28,7 @@ from megatron_sparse.run.rank_log import log_path, read_report
 
 RANK = "megatron_sparse.run.rank"
 _TAIL_LINES = 30
-FEW_FILES, MANY_FILES = 256, 65536
+MANY_FILES = 65536
 """Open files: one of two ranks of the smallest model has 170; a rank of a large job thousands."""
 
 
@@ -47,8 +47,6 @@ def run(config: RunConfig, command: str) -> int:
     """
     with interrupt.reported_by_first_rank():
         raise_file_limit()
-        # First: in a job of Slurm mpirun's ranks inherit the variables of the task above them.
-        launchers.refuse_mpirun(os.environ)
         os.environ.update(launchers.slurm_ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
@@ -58,25 +56,14 @@ def run(config: RunConfig, command: str) -> int:
 def raise_file_limit() -> None:
     """Lets this process, and the ranks that it starts, open as many files as the system allows.
 
-    It asks for `MANY_FILES` at most.
-
-    Raises:
-        ConfigError: that is too few for a rank, which opens connections to all others.
+    It asks for `MANY_FILES` at most. A rank opens connections to all others.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:  # which is -1, so no comparison may see it
         return
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft < most:
-        soft = most
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < FEW_FILES:
-        raise ConfigError(
-            "this process may open too few files",
-            expected=f"{FEW_FILES} or more, the connections between ranks included",
-            got=soft,
-            remedy="raise the hard limit: ulimit -Hn, or LimitNOFILE of the service",
-        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _launch(config: RunConfig, command: str) -> int:
@@ -88,7 +75,6 @@ def _launch(config: RunConfig, command: str) -> int:
             got=f"cluster.nodes={config.cluster.nodes} and no RANK in the environment",
             remedy="put srun before the command, or set cluster.nodes=1",
         )
-    launchers.check_alone(os.environ, config.cluster.ranks_per_node)
     with ExitStack() as held:  # holds the lock of the run's folder
         begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
         if begun is None:

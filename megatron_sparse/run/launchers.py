@@ -30,20 +30,12 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     batch job has SLURM_PROCID too, but SLURM_STEP_NUM_TASKS is 1 or missing there.
 
     Raises:
-        ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first; or
-            SLURM_LOCALID is missing.
+        ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     is_task = "SLURM_PROCID" in environment and tasks != 1
     if "RANK" in environment or not is_task:
         return {}
-    if "SLURM_LOCALID" not in environment:
-        raise ConfigError(
-            "Slurm does not say which of its node's ranks this one is",
-            expected="SLURM_LOCALID, as srun sets it",
-            got="no such variable",
-            remedy="start the ranks with srun itself, and pass its variables on",
-        )
     address = environment.get("MASTER_ADDR")
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     return {
@@ -53,47 +45,6 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": address or hosts(environment)[0],
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-
-
-def refuse_mpirun(environment: Mapping[str, str]) -> None:
-    """Refuses a rank that mpirun (Open MPI, MPICH, Intel MPI) started without torch's variables.
-
-    Raises:
-        ConfigError: each rank would start a run of its own.
-    """
-    # srun sets PMI_SIZE, too.
-    of_mpich = "0" if "SLURM_PROCID" in environment else environment.get("PMI_SIZE", "0")
-    size = environment.get("OMPI_COMM_WORLD_SIZE", of_mpich)
-    if int(size) > 1 and "RANK" not in environment:
-        raise ConfigError(
-            "mpirun does not start ranks",
-            expected="one process, or ranks of torchrun or srun",
-            got=f"{size} ranks of mpirun",
-            remedy="start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT for each",
-        )
-
-
-def check_alone(environment: Mapping[str, str], ranks: int) -> None:
-    """Refuses a job of several tasks of which only this process has been started.
-
-    Args:
-        environment: of the launcher.
-        ranks: that it is about to start, on this node alone.
-
-    Raises:
-        ConfigError: the job has more nodes, or another number of tasks.
-    """
-    tasks = int(environment.get("SLURM_NTASKS", "1"))
-    nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
-    has_tasks = "SLURM_PROCID" in environment and tasks > 1
-    if has_tasks and (nodes > 1 or tasks != ranks):
-        raise ConfigError(
-            "this job has tasks that nobody has started",
-            expected=f"srun before the command: {tasks} tasks on {nodes} nodes",
-            got=f"{ranks} ranks on one node, without srun",
-            remedy="put srun before the command, or ask Slurm for one task on one node",
-        )
 
 
 def hosts(environment: Mapping[str, str]) -> list[str]:

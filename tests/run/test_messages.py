@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_sparse import DDPState, SparseConfig
 from megatron_sparse.errors import ConfigError, HostError, StorageError
-from megatron_sparse.run import application, full_disk, interrupt, launch, preparation
+from megatron_sparse.run import application, interrupt, launch, preparation
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.interrupt import LOCAL_RANKS
 from tests.programs import output_of
@@ -87,7 +87,7 @@ def test_attach_names_what_serves_another_wrapper(wrapper, said):
         check_supported(object.__new__(wrapper))
 
 
-def test_the_limit_of_open_files_is_raised_and_a_low_one_refused(monkeypatch):
+def test_the_limit_of_open_files_is_raised(monkeypatch):
     limits = [(256, 4096)]
     monkeypatch.setattr(launch.resource, "getrlimit", lambda of: limits[-1])
     monkeypatch.setattr(launch.resource, "setrlimit", lambda of, to: limits.append(to))
@@ -97,9 +97,6 @@ def test_the_limit_of_open_files_is_raised_and_a_low_one_refused(monkeypatch):
         limits.append(large)
         launch.raise_file_limit()
         assert limits[-1] == large
-    limits.append((64, 64))
-    with pytest.raises(ConfigError, match="may open too few files"):
-        launch.raise_file_limit()
 
 
 def test_output_on_a_full_disk_is_one_error():
@@ -112,17 +109,6 @@ def test_output_on_a_full_disk_is_one_error():
         )
     assert done.returncode == StorageError.exit_code
     assert done.stderr == "error: the disk that the output is written to is full\n"
-
-
-def test_full_shared_memory_is_not_taken_for_the_disk(tmp_path, monkeypatch):
-    told = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    assert "the disk is full" in str(full_disk.as_storage_error(told, tmp_path))
-    monkeypatch.setattr(full_disk, "SHARED", shared)
-    full = full_disk.storage_error(shared, "no space")
-    monkeypatch.setattr(full_disk, "probe", lambda folder: full if folder == shared else None)
-    assert "num_workers=0" in str(full_disk.as_storage_error(told, tmp_path))
 
 
 def test_ddp_that_calls_no_hook_is_refused():

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,22 +36,6 @@ def scontrol(tmp_path, monkeypatch):
         return calls
 
     return install
-
-
-@pytest.mark.parametrize(
-    ("given", "is_refused"),
-    [
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
-        (STEP | {"OMPI_COMM_WORLD_SIZE": "4"}, True),
-        ({"PMI_SIZE": "4"}, True),
-        ({"PMI_SIZE": "4", "RANK": "0"}, False),
-        (STEP | {"PMI_SIZE": "5"}, False),
-        ({"PMI_SIZE": "1"}, False),
-    ],
-)
-def test_ranks_of_mpirun(given, is_refused):
-    with pytest.raises(ConfigError, match="torchrun") if is_refused else nullcontext():
-        launchers.refuse_mpirun(given)
 
 
 class TestSlurm:
@@ -89,21 +72,6 @@ class TestSlurm:
         monkeypatch.setenv("PATH", "")
         with pytest.raises(ConfigError, match="No such file or directory: 'scontrol'"):
             launchers.slurm_ranks(STEP)
-
-    def test_without_a_local_number_it_is_one_typed_error(self):
-        with pytest.raises(ConfigError, match="SLURM_LOCALID"):
-            launchers.slurm_ranks(
-                {key: value for key, value in STEP.items() if key != "SLURM_LOCALID"}
-            )
-
-    @pytest.mark.parametrize(
-        ("tasks", "nodes", "is_refused"), [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
-    )
-    def test_tasks_that_nobody_has_started(self, tasks, nodes, is_refused):
-        """A batch script has SLURM_PROCID too; two ranks are about to be started."""
-        job = {"SLURM_PROCID": "0", "SLURM_NTASKS": str(tasks), "SLURM_JOB_NUM_NODES": str(nodes)}
-        with pytest.raises(ConfigError, match="srun before") if is_refused else nullcontext():
-            launchers.check_alone(job, 2)
 
     def test_requeue(self, scontrol, monkeypatch):
         waits = []
