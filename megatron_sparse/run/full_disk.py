@@ -17,9 +17,7 @@ from megatron_sparse.errors import MegatronSparseError, StorageError
 
 PROBE_BYTES = 1 << 20
 """Written to find out whether a folder's disk takes more; a report or a tracker is smaller."""
-SHARED = Path("/dev/shm")
 _CODES = (errno.ENOSPC, errno.EDQUOT)
-_WORDS = tuple(os.strerror(code).lower() for code in _CODES)
 
 
 @contextmanager
@@ -50,26 +48,8 @@ def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
     for each in _causes(error):
         if isinstance(each, OSError) and each.errno in _CODES:
             return storage_error(each.filename or folder, each)
-        # Workers of Megatron's that write in parallel hand their error on as a text.
-        for line in str(each).splitlines():
-            if any(words in line.lower() for words in _WORDS):
-                # Also where the memory is full that processes share, as workers of loaders do.
-                return probe(folder) or _shared_memory() or storage_error(folder, line.strip())
+    # Workers of Megatron's that write in parallel hand their error on as a text.
     return probe(folder)
-
-
-def _shared_memory() -> StorageError | None:
-    """An error if the memory that processes share takes no more."""
-    full = probe(SHARED) if SHARED.is_dir() else None
-    if full is None:
-        return None
-    return StorageError(
-        f"the memory that processes share is full: {SHARED}",
-        expected="space for the batches that data workers hand over",
-        got=full.got,
-        remedy="free it, enlarge it (docker run --shm-size=8g), or load data in the ranks "
-        "themselves: megatron.num_workers=0",
-    )
 
 
 def probe(folder: Path) -> StorageError | None:
