@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +38,6 @@ type Status = Literal["ok", "warn", "fail"]
 TRAIN_EXTRA = "pip install 'megatron-sparse[train]'"
 CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then megatron-sparse build"
 MIN_PYTHON = (3, 12)
-MIN_MEMORY_GIB = 8  # two ranks of the quickstart's model and the import of torch take about 4
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -188,21 +186,6 @@ def _megatron() -> Iterator[Check]:
         yield _judged(f"Megatron functions for {user}", not missing, detail, host_symbols.UPGRADE)
 
 
-def _optional_kernels() -> Iterator[Check]:
-    """Says which of Megatron's optional packages are installed; none is needed."""
-    engine = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    for name, module, remedy in (
-        ("Transformer Engine", "transformer_engine", engine),
-        ("Apex", "apex", "build it from NVIDIA's source; the package called apex is another"),
-    ):
-        if find_spec(module) is None:
-            detail = "not installed: Megatron uses torch's own kernels and optimizers"
-            yield Check(name, "ok", detail, f"optional, on GPUs: {remedy}")
-        else:
-            import_module(module)
-            yield Check(name, "ok", installed_version(module.replace("_", "-")) or "importable")
-
-
 def _packages() -> Iterator[Check]:
     """Checks packages that training needs beside torch and Megatron."""
     for name, distribution, remedy in (
@@ -214,7 +197,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _wandb() -> Iterator[Check]:
-    """Checks that W&B is installed, and says whether it would send a run."""
+    """Checks that W&B is installed, and says in which mode a run would be tracked."""
     version = installed_version("wandb")
     if version is None:
         yield Check("W&B", "warn", "not installed: runs are not tracked there", TRAIN_EXTRA)
@@ -223,12 +206,8 @@ def _wandb() -> Iterator[Check]:
     from megatron_sparse.telemetry.sinks import wandb_mode
 
     mode = wandb_mode(TrackingConfig())  # with the default, `auto`: by environment and key
-    later = "wandb login, or set WANDB_API_KEY; wandb sync sends offline runs later"
-    detail, remedy = {
-        "online": ("a key was found: runs are sent", ""),
-        "offline": ("offline: runs are kept in their folder", later),
-    }.get(mode, (f"WANDB_MODE={mode}", "unset WANDB_MODE to track runs"))
-    yield Check("W&B", "ok", f"{version}, {detail}", remedy)
+    remedy = "" if mode == "online" else "to send runs: wandb login, and no other WANDB_MODE"
+    yield Check("W&B", "ok", f"{version}, {mode}", remedy)
 
 
 def _compiler() -> Iterator[Check]:
@@ -299,10 +278,6 @@ def _collective_backends() -> Iterator[Check]:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        detail = "this torch was built without it"
-        yield Check("torch.distributed", "fail", detail, "pip install torch")
-        return
     gloo = dist.is_gloo_available()
     detail = "available" if gloo else "not in this torch"
     yield _judged("gloo", gloo, detail, "pip install torch: its own builds have gloo")
@@ -314,14 +289,6 @@ def _collective_backends() -> Iterator[Check]:
         wanted = torch.cuda.is_available()
         detail = "not in this torch" + ("" if wanted else "; not needed without a GPU")
         yield _judged("NCCL", not wanted, detail, "install a CUDA build of torch")
-
-
-def _machine() -> Iterator[Check]:
-    """Reports the usable cores, and checks that the memory suffices for the quickstart."""
-    yield Check("cores", "ok", f"{len(os.sched_getaffinity(0))} usable")
-    gib = _memory_gib()
-    remedy = f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model"
-    yield _judged("memory", gib >= MIN_MEMORY_GIB, f"{gib:.1f} GiB", remedy, "warn")
 
 
 def _network() -> Iterator[Check]:
@@ -354,7 +321,6 @@ _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _torch,
     _triton,
     _megatron,
-    _optional_kernels,
     _packages,
     _wandb,
     _compiler,
@@ -362,7 +328,6 @@ _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _nvcc,
     _gpus,
     _collective_backends,
-    _machine,
     _network,
 )
 
@@ -380,12 +345,3 @@ def _first_output(*command: str, last: bool = False) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip().splitlines()[-1 if last else 0]
-
-
-def _memory_gib() -> float:
-    """Memory of the machine, or the container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # bytes, or the word `max` for no limit
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return total / 2**30
