@@ -7,7 +7,6 @@ not end the others, see `sweep`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import itertools
@@ -35,15 +34,12 @@ from megatron_sparse.run.launchers import environment, slurm_ranks
 from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
-_MODES = (
-    *(("--run", "-r"), ("--multirun", "-m"), ("--cfg", "-c")),
-    *(("--info", "-i"), ("--shell-completion", "-sc")),
-)
-"""Hydra's flags of which one command line has one at most, each in its two spellings."""
+_OWN_CONFIGS = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+"""Hydra's flags for files of the user's own, whose runs are not checked before a sweep."""
 _FLAGS = (
-    *itertools.chain(*_MODES),
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--package", "-p"),
-    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i"),
+    *("--shell-completion", "-sc", "--help", "-h", "--hydra-help", "--version"),
+    *("--resolve", "--package", "-p", *sorted(_OWN_CONFIGS)),
 )
 """Hydra's flags, less --experimental-rerun, which unpickles a file."""
 _OTHER_RANK = "see the error of another rank"
@@ -110,7 +106,10 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
 
 
 def _train_each(overrides: Sequence[str], command: str) -> None:
-    """Trains the runs of a sweep, after every one of their configurations has been checked."""
+    """Trains the runs of a sweep, after every one of their configurations has been checked.
+
+    Those that come from files of the user's own are checked when their run begins.
+    """
     with reported_by_first_rank():
         if "RANK" in os.environ or slurm_ranks(os.environ):
             raise ConfigError(
@@ -124,7 +123,8 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
     parsed = sweep.parsed(with_values)
     _check_secrets(with_values)
-    check_each_run(parsed, *_own_configs(overrides))
+    if _OWN_CONFIGS.isdisjoint(text.partition("=")[0] for text in overrides):
+        check_each_run(parsed)
     folder = _sweep_folder(parsed)
     quoted = str(folder).replace("'", "\\'")
     # A job of Slurm imports the package from the same place as this process.
@@ -135,23 +135,13 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
         """What Hydra calls with each combination."""
         _run_of_sweep(composed, command, swept)
 
-    try:
-        _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
-    except OSError as error:
-        if folder.is_dir():
-            raise
-        raise ConfigError(
-            "the sweep's folder cannot be made",
-            expected="a folder that can be made and written",
-            got=error,
-            remedy="choose another runs_dir, or free the disk",
-        ) from None
+    _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
     if folder.is_dir():  # not after --cfg or --help
         sweep.check(folder)
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuses flags that Hydra does not have, and two that exclude each other.
+    """Refuses flags that Hydra does not have.
 
     Raises:
         ConfigError: names the key that the user most likely means.
@@ -160,21 +150,6 @@ def check_flags(arguments: Sequence[str]) -> None:
     for flag in flags:
         if flag not in _FLAGS:
             raise _no_flag(flag)
-    if "--resolve" in flags and not {"--cfg", "-c", "--help", "-h"} & set(flags):
-        raise ConfigError(
-            "--resolve goes with --cfg or --help",
-            expected="--cfg job --resolve",
-            got=" ".join(flags),
-            remedy="add --cfg job",
-        )
-    modes = [mode for mode in _MODES if not set(mode).isdisjoint(flags)]
-    if len(modes) > 1:
-        raise ConfigError(
-            "these flags exclude each other",
-            expected="one of " + ", ".join(flag for flag, _ in _MODES),
-            got=" ".join(flags),
-            remedy="leave the others out",
-        )
 
 
 def _no_flag(flag: str) -> ConfigError:
@@ -247,26 +222,11 @@ def _check_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def _own_configs(arguments: Sequence[str]) -> tuple[str, str | None]:
-    """The values of Hydra's --config-name and --config-dir, or their defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", default=composition.CONFIG_NAME)
-    parser.add_argument("--config-dir", "-cd")
-    found, _ = parser.parse_known_args(arguments)
-    return found.config_name, found.config_dir
-
-
-def check_each_run(
-    overrides: Sequence[Override],
-    config_name: str = composition.CONFIG_NAME,
-    config_dir: str | None = None,
-) -> None:
+def check_each_run(overrides: Sequence[Override]) -> None:
     """Composes every run of a sweep, so that a wrong value is told before the first one trains.
 
     Args:
         overrides: of the sweep.
-        config_name: as Hydra's flag of this name.
-        config_dir: as Hydra's flag of this name.
 
     Raises:
         ConfigError: values are refused, or two runs would have one folder.
@@ -293,7 +253,7 @@ def check_each_run(
     swept, folders = sweep.swept_keys(overrides), set[Path]()
     for run in itertools.product(*choices.values()):
         try:
-            config = composition.compose(run, config_name, config_dir)
+            config = composition.compose(run)
             folder = Path(config.runs_dir, sweep.run_name(config.name, swept, run))
             if folder in folders:
                 raise ConfigError(

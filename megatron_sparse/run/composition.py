@@ -16,7 +16,6 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import (
@@ -155,15 +154,11 @@ def _scheme_override(text: str) -> str:
     return f"{SCHEME}.name={value}"
 
 
-def compose(
-    overrides: Sequence[str] = (), config_name: str = CONFIG_NAME, config_dir: str | None = None
-) -> RunConfig:
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """Composes and checks the configuration of `megatron-sparse train OVERRIDE...`.
 
     Args:
         overrides: as on the command line.
-        config_name: as Hydra's flag of this name.
-        config_dir: as Hydra's flag of this name.
 
     Raises:
         ConfigError: an option, key or value is wrong.
@@ -177,20 +172,9 @@ def compose(
     spelt = hydra_overrides(overrides)
     try:
         with initialize_config_module(CONFIG_MODULE, version_base=None):
-            if config_dir is not None:
-                _search(Path(config_dir))
-            return from_hydra(hydra_compose(config_name, overrides=spelt))
+            return from_hydra(hydra_compose(CONFIG_NAME, overrides=spelt))
     except COMPOSITION_ERRORS as error:
         raise config_error(error) from None
-
-
-def _search(folder: Path) -> None:
-    """Adds a folder of configurations to Hydra's search path, where --config-dir adds it."""
-    loader: Any = GlobalHydra.instance().config_loader()
-    path = loader.get_search_path()
-    path.prepend("command-line", f"file://{folder.absolute()}", SearchPathQuery(provider="schema"))
-    # `hydra.searchpath` would not do: Hydra looks for the primary configuration before it reads it.
-    loader.repository.initialize_sources(path)
 
 
 def from_hydra(composed: DictConfig) -> RunConfig:

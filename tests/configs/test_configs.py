@@ -15,7 +15,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.predicted_buckets import predicted_parameters
 from megatron_sparse.pricing.records import record_bytes
-from megatron_sparse.run import composition, preparation
+from megatron_sparse.run import application, composition, preparation
 from megatron_sparse.run.composition import GROUPS, compose, group_options, load, save
 from megatron_sparse.telemetry.console import BITS
 from tests.commands import refusal
@@ -254,7 +254,7 @@ def test_mistakes_are_one_typed_error(override, words):
 def test_mistakes_in_a_file_of_the_users_own_name_file_and_key(tmp_path, text, words):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/own.yaml").write_text(text)
-    error = refusal(compose, ["model=own"], config_dir=str(tmp_path))
+    error = refusal(application.train, [f"--config-dir={tmp_path}", "model=own"])
     for word in words:
         assert word in error
 

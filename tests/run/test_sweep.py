@@ -93,9 +93,7 @@ class TestMultirun:
         with pytest.raises(SweepError, match="run_scheme-zen: no data"):
             self.sweep(monkeypatch, tmp_path, refused_elsewhere, "scheme=choice(zen)")
 
-    def test_options_of_a_folder_of_the_users_own_are_known_before_the_first_run(
-        self, monkeypatch, tmp_path
-    ):
+    def test_options_of_a_folder_of_the_users_own(self, monkeypatch, tmp_path):
         own = tmp_path / "it's own"
         (own / "model").mkdir(parents=True)
         (own / "model/mine.yaml").write_text("model: {num_layers: 3}")
@@ -118,11 +116,6 @@ class TestMultirun:
     def test_runs_that_would_share_a_folder_are_refused(self, monkeypatch, tmp_path, swept):
         with pytest.raises(ConfigError, match="would have the folder"):
             self.sweep(monkeypatch, tmp_path, lambda config: 0, *swept)
-
-    def test_a_folder_that_cannot_be_made_is_a_typed_error(self, monkeypatch, tmp_path):
-        (tmp_path / "sweep").touch()
-        with pytest.raises(ConfigError, match="the sweep's folder cannot be made"):
-            self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
 
     def test_an_earlier_sweep_of_the_same_folder_does_not_count(self, monkeypatch, tmp_path):
         sweep.RunEnd("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
