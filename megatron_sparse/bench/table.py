@@ -21,7 +21,7 @@ from megatron_sparse.bench.options import Options
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.extras import require
 from megatron_sparse.run.local_ranks import CHECKOUT
-from megatron_sparse.run.provenance import git_state
+from megatron_sparse.run.provenance import commit
 from megatron_sparse.run.rows import CellRow, print_table
 from megatron_sparse.version import __version__
 
@@ -42,10 +42,11 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 def describe_cpu(threads: int | None = None) -> str:
     """The machine and the versions, for a table's first line; with torch's threads by default."""
-    commit = (git_state(CHECKOUT)["commit"] or "(no commit)")[:11]  # an abbreviated hash
+    short_hash = (commit(CHECKOUT) or "(no commit)")[:11]
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{threads or torch.get_num_threads()} threads, megatron_sparse {__version__} {commit}, "
+        f"{threads or torch.get_num_threads()} threads, "
+        f"megatron_sparse {__version__} {short_hash}, "
         f"torch {torch.__version__}, {ops.supported_isas()[-1]}"
     )
 

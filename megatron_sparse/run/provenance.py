@@ -14,7 +14,6 @@ import socket
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from megatron_sparse.config.redaction import recorded_environment, redact_command
 from megatron_sparse.extras import installed_version
@@ -42,7 +41,7 @@ def record_start(run_dir: Path, command: str) -> None:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact_command(command),
         "megatron_sparse": __version__,
-        **git_state(checkout),
+        "commit": commit(checkout),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "host": socket.gethostname(),
@@ -54,28 +53,20 @@ def record_start(run_dir: Path, command: str) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def git_state(checkout: Path) -> dict[str, Any]:
-    """`commit` of the checkout, and `changed_files` that are not as committed; None without git."""
+def commit(checkout: Path) -> str | None:
+    """The commit of a checkout, with `-dirty` if files are not as committed; None without git."""
+    # Otherwise git may write to the index while another process uses it.
+    git = ["git", "--no-optional-locks", "-C", str(checkout)]
+    described = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         # A checkout inside another repository is not that repository's commit.
-        top = _git(checkout, "rev-parse", "--show-toplevel").strip()
-        if Path(top) != checkout:
-            return {"commit": None, "changed_files": None}
-        changed = _git(checkout, "status", "--porcelain", "--untracked-files=no").splitlines()
-        return {
-            "commit": _git(checkout, "rev-parse", "HEAD").strip(),
-            "changed_files": [line[3:] for line in changed],  # without git's two status letters
-        }
+        if Path(_output([*git, "rev-parse", "--show-toplevel"])) != checkout:
+            return None
+        return _output(described)
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "changed_files": None}
+        return None
 
 
-def _git(checkout: Path, *arguments: str) -> str:
-    return subprocess.run(
-        # Otherwise `status` may write to the index while another process uses it.
-        ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=GIT_S,
-        check=True,
-    ).stdout
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
+    return done.stdout.strip()

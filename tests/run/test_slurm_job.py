@@ -144,23 +144,22 @@ class TestProvenance:
         assert [each["slurm_restarts"] for each in (first, second)] == [0, 1]
         assert first["packages"]["torch"]
 
-    def test_commit_and_what_was_changed_since(self, tmp_path):
+    def test_commit_and_whether_files_were_changed_since(self, tmp_path):
         def git(*words: str) -> str:
             named = ["-c", "user.name=n", "-c", "user.email=e@e"]
             return output_of(["git", *named, *words], cwd=tmp_path).strip()
 
         git("init", "-q")
-        (tmp_path / "kept.py").write_text("1")
         (tmp_path / "edited.py").write_text("1")
         git("add", ".")
         git("commit", "-qm", "first")
         head = git("rev-parse", "HEAD")
-        assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": []}
+        assert provenance.commit(tmp_path) == head
         (tmp_path / "edited.py").write_text("2")
-        assert provenance.git_state(tmp_path) == {"commit": head, "changed_files": ["edited.py"]}
+        assert provenance.commit(tmp_path) == f"{head}-dirty"
         # A package that is installed below another repository does not belong to its commit.
         (tmp_path / "inside").mkdir()
-        assert provenance.git_state(tmp_path / "inside")["commit"] is None
+        assert provenance.commit(tmp_path / "inside") is None
 
 
 PROGRAM = """
