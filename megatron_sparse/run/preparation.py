@@ -11,7 +11,6 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.level import NODE
 from megatron_sparse.config.presets import allowed
 from megatron_sparse.config.run import RunConfig
@@ -341,9 +340,7 @@ def _way(config: RunConfig) -> str:
     if not config.plugin:
         return "plain Megatron, without the plugin"
     if not compression.enabled:
-        is_default = compression.density == CompressionConfig.density
-        vain = f": compression.density={compression.density} has no effect"
-        return "compression off" + ("" if is_default else vain)
+        return "compression off"
     # Every element travels, so there is no density to name; `auto` is no scheme yet.
     if scheme in SCHEMES and SCHEMES[scheme].takes_all:
         return f"scheme {scheme}"

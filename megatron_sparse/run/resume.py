@@ -131,13 +131,9 @@ def _find_loaded(config: RunConfig, folder: Path) -> Start:
         return Start(0, folder / checkpoint_folder.RELEASE)
     choice = checkpoint_folder.choose(folder)
     if choice.damage:
-        newest = choice.iteration
-        if newest is None:
-            remedy = "set training.load to another folder, or to null"
-        elif choice.tracked is None:
-            remedy = f"write {newest}, the newest complete one, into {folder / TRACKER}"
-        else:
-            remedy = f"set megatron.ckpt_step={newest}, the newest complete one"
+        remedy = "set training.load to another folder, or to null"
+        if choice.iteration is not None:
+            remedy = f"write {choice.iteration}, the newest complete one, into {folder / TRACKER}"
         raise CheckpointError(
             f"the checkpoint in {folder} is not complete",
             expected=f"the checkpoint that {TRACKER} names",
@@ -153,16 +149,11 @@ def _of_step(folder: Path, step: int) -> Path:
     path = checkpoint(folder, step)
     problem = checkpoint_folder.damage(path)
     if problem is not None:
-        complete = [
-            str(iteration)
-            for iteration in checkpoint_folder.saved_iterations(folder)
-            if checkpoint_folder.damage(checkpoint(folder, iteration)) is None
-        ]
         raise CheckpointError(
             f"the checkpoint of megatron.ckpt_step={step} is not complete",
             expected=f"a complete checkpoint {path}",
             got=problem,
-            remedy=f"choose one of {', '.join(complete)}" if complete else "leave out the key",
+            remedy="choose another iteration, or leave out the key for the newest complete one",
         )
     return path
 

@@ -53,13 +53,6 @@ def test_a_sweep_names_its_wrong_values_before_the_first_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_density_without_compression_is_said_to_have_no_effect(tmp_path):
-    config = preparation.decide(
-        compose(["data=mock", "preset=lossless", "compression.density=0.1", "cluster.device=cpu"])
-    )
-    assert "density=0.1 has no effect" in preparation.describe(config, tmp_path)
-
-
 def test_a_run_on_one_node_does_not_claim_what_its_level_leaves_out(tmp_path):
     config = preparation.decide(
         compose(["data=mock", "compression.level=node", "cluster.device=cpu"])
