@@ -114,9 +114,7 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
     return store, rank, world_size
 
 
-def meet(
-    store: Any, rank: int, world_size: int, timeout_s: float, hosts: Sequence[str] = ()
-) -> None:
+def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Returns once every rank has come to the store.
 
     Args:
@@ -124,7 +122,6 @@ def meet(
         rank: of this process.
         world_size: ranks that were started.
         timeout_s: how long to wait for the others.
-        hosts: each rank's, if the launcher tells them.
 
     Raises:
         CommunicationError: names the ranks that have not come.
@@ -138,7 +135,7 @@ def meet(
         raise CommunicationError(
             f"{len(absent)} of {world_size} ranks have not come",
             expected=f"every rank within {timeout_s:g} s",
-            got=f"no answer from {_named(absent, hosts)}",
+            got=f"no answer from {_named(absent)}",
             remedy="look at their output and nodes, or go around a node: sbatch --exclude",
         ) from None
 
@@ -276,7 +273,7 @@ def _slowest(links: Sequence[RingLink], hosts: Sequence[str]) -> str:
     return f"slowest link {slowest.kind}: {ends}, {rates}"
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """The ranks with their hosts, where known: `rank 2 (n1), rank 3 (n1) and 6 more`."""
     names = [f"rank {rank} ({hosts[rank]})" if hosts else f"rank {rank}" for rank in ranks]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -42,13 +41,13 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": address or hosts(environment)[0],
+        "MASTER_ADDR": address or _first_host(environment),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
 
 
-def hosts(environment: Mapping[str, str]) -> list[str]:
-    """The nodes of this task's step, in the order of its ranks.
+def _first_host(environment: Mapping[str, str]) -> str:
+    """The first node of this task's step, where rank 0 is.
 
     Raises:
         ConfigError: Slurm does not say.
@@ -66,37 +65,7 @@ def hosts(environment: Mapping[str, str]) -> list[str]:
             got=reason,
             remedy="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)",
         )
-    return found
-
-
-def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
-    """The host of each rank that srun started; empty under other launchers.
-
-    Correct for Slurm's default distribution (`block`), the only one that numbers the ranks of a
-    node consecutively.
-
-    Example:
-        >>> tasks_per_node("4,1(x2)")
-        [4, 1, 1]
-    """
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE")
-    # torchrun's ranks are not Slurm's tasks.
-    if counts is None or "SLURM_PROCID" not in environment or "TORCHELASTIC_RUN_ID" in environment:
-        return []
-    found: list[str] = []
-    for host, tasks in zip(hosts(environment), tasks_per_node(counts), strict=True):
-        found += [host] * tasks
-    return found
-
-
-def tasks_per_node(counts: str) -> list[int]:
-    """Expands Slurm's `4,1(x2)` to one number for each node."""
-    found: list[int] = []
-    for part in counts.split(","):
-        parsed = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        assert parsed, f"Slurm writes N or N(xTIMES), not {part!r}"
-        found += [int(parsed[1])] * int(parsed[2] or 1)
-    return found
+    return found[0]
 
 
 def requeue(environment: Mapping[str, str]) -> None:

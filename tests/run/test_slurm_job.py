@@ -21,7 +21,6 @@ STEP = {
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_JOB_ID": "10007",
     "SLURM_STEP_NODELIST": "n[0-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
 
 
@@ -48,9 +47,6 @@ class TestSlurm:
         of_user = STEP | {"MASTER_PORT": "1"}
         assert launchers.slurm_ranks(of_user)["MASTER_PORT"] == "1"
         assert calls.read_text().splitlines()[0] == "show hostnames n[0-2]"
-        assert launchers.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
-        assert launchers.host_of_each_rank({}) == []
-        assert launchers.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
 
     def test_the_last_task_of_an_array_requeues_itself_alone(self, scontrol, monkeypatch):
         monkeypatch.setattr(launchers.time, "sleep", lambda seconds: None)

@@ -26,7 +26,7 @@ from megatron_sparse.bench.table import HostLoad, foreign_share, print_rows, tor
 from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.progress import progress_on
-from megatron_sparse.run import launchers, local_ranks
+from megatron_sparse.run import local_ranks
 from megatron_sparse.run.rows import CellRow
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
 from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
@@ -228,7 +228,7 @@ def as_rank[Group: Bench[Any], Result](
     torch.set_num_threads(1)
     store, rank, world_size = open_store(timeout_s)
     try:
-        meet(store, rank, world_size, timeout_s, launchers.host_of_each_rank(os.environ))
+        meet(store, rank, world_size, timeout_s)
         with make(store, rank, world_size) as group:
             return action(group)
     except MegatronSparseError as error:
