@@ -1,14 +1,14 @@
 """Counts the ranks that are ready for a bucket, in a store and off the training's path.
 
 Each rank reports its arrival once for each bucket and step: it adds 1 to a counter in the c10d
-store at which the ranks met. The rank that completes the count has waited for nobody, and says so
-under a second key, which the others look for.
+store at which the ranks met. The rank that completes the count has waited for nobody; it adds 1 to
+a second counter, of the bucket's visits that all ranks have made, which the others read.
 
 Each rank measures on its own clock how long it waited, from its own arrival to the last one; clocks
 of different ranks are never compared. Cost for each rank, bucket and step:
 
 - one `add`;
-- while a rank is missing, a `check` at intervals of 1/`PATIENCE` of the time waited so far, so a
+- while a rank is missing, a read at intervals of 1/`PATIENCE` of the time waited so far, so a
   measured wait is too long by at most that fraction.
 
 One thread for each group does all of this, on its own connection.
@@ -54,8 +54,13 @@ class _Arrival:
 
     @property
     def key(self) -> str:
-        """Of the counter in the store."""
+        """Of the counter of the ranks that have arrived."""
         return f"{self.bucket}/{self.visit}"
+
+    @property
+    def complete_key(self) -> str:
+        """Of the counter of the bucket's visits at which all ranks have arrived."""
+        return f"{self.bucket}/complete"
 
 
 class StoreArrivalCounter:
@@ -128,20 +133,7 @@ class StoreArrivalCounter:
                 self._incoming.clear()
             for arrival in self._open:
                 self._serve(arrival)
-            self._open = self._still_open(self._open)
-
-    def _still_open(self, arrivals: list[_Arrival]) -> list[_Arrival]:
-        """The arrivals at which a rank is missing.
-
-        Arrivals are in order: when all ranks have arrived at one, they have arrived at every
-        earlier one. This settles arrivals whose keys were deleted before this thread read them,
-        which happens if the thread was delayed for several steps.
-        """
-        settled = [place for place, arrival in enumerate(arrivals) if arrival.waited.done()]
-        for arrival in arrivals[: max(settled, default=0)]:  # all before the last settled one
-            if not arrival.waited.done():
-                arrival.waited.set_result(time.perf_counter() - arrival.counted_s)
-        return [arrival for arrival in arrivals if not arrival.waited.done()]
+            self._open = [arrival for arrival in self._open if not arrival.waited.done()]
 
     def _interval_s(self) -> float | None:
         """Seconds until the next check; None when no arrival is open."""
@@ -157,25 +149,28 @@ class StoreArrivalCounter:
             if not arrival.counted_s:
                 self._count(arrival)
             now_s = time.perf_counter()
-            if not arrival.waited.done() and self._store.check([f"{arrival.key}/all"]):
+            if not arrival.waited.done() and self._completed(arrival):
                 arrival.waited.set_result(now_s - arrival.counted_s)
         except RuntimeError as error:  # the store is gone
             operation = self._operation(f"the arrival of all ranks at bucket {arrival.bucket}")
-            if not arrival.waited.done():  # else only old keys were to be deleted
+            if not arrival.waited.done():  # else only a key was to be deleted
                 arrival.waited.set_exception(operation.error(error))
 
     def _count(self, arrival: _Arrival) -> None:
         """Adds this rank to the arrival's counter.
 
-        The last rank has waited for nobody; it tells the others, and deletes the store's old keys.
+        The last rank has waited for nobody; it tells the others, and deletes the counter.
         """
         if arrival.event is not None:  # until the device has computed the gradients
             arrival.event.synchronize()
         count = self._store.add(arrival.key, 1)
         arrival.counted_s = time.perf_counter()
         if count == self._world_size:
-            self._store.set(f"{arrival.key}/all", "1")
+            # In order: this rank's later arrivals, which later visits need, are counted after it.
+            self._store.add(arrival.complete_key, 1)
             arrival.waited.set_result(0.0)
-            if arrival.visit > 2:  # every rank has since arrived twice, and read those keys
-                for end in ("", "/all"):
-                    self._store.delete_key(f"{arrival.bucket}/{arrival.visit - 2}{end}")
+            self._store.delete_key(arrival.key)
+
+    def _completed(self, arrival: _Arrival) -> bool:
+        """Whether all ranks have arrived at this visit. Adding 0 reads a counter."""
+        return self._store.add(arrival.complete_key, 0) >= arrival.visit

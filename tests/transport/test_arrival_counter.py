@@ -79,8 +79,8 @@ def test_visits_do_not_mix_and_old_keys_are_deleted(counters):
         waits = [each.result(timeout=DEADLINE_S) for each in (early, made[late].arrive("b"))]
         # On a loaded machine the thread of the early rank's counter may be the last to count.
         assert min(waits) == 0 < max(waits)
-    # At most two keys each of the last two visits.
-    assert store.num_keys() <= 4
+    # Of the bucket's complete visits, and of the last visit until it is deleted.
+    assert store.num_keys() <= 2
 
 
 def test_a_store_that_is_gone_is_a_typed_error(counters, monkeypatch):
@@ -107,23 +107,3 @@ def test_the_same_waits_from_modelled_clocks():
     waited = cluster.run(start)
     assert cluster.clock_s == delays_s, "measuring takes no time"
     assert [each.result() for each in waited] == [5.0, 0.0, 3.0]
-
-
-def test_an_arrival_whose_keys_were_deleted_unread_is_settled_by_a_later_one(counters, monkeypatch):
-    made = counters(2)
-    store = made[0]._store
-
-    class Deleted:
-        def check(self, keys):
-            return not keys[0].startswith("b/1/") and store.check(keys)
-
-        def __getattr__(self, name):
-            return getattr(store, name)
-
-    monkeypatch.setattr(made[0], "_store", Deleted())
-    first, second = (made[0].arrive("b") for _ in range(2))
-    time.sleep(LATE_S / 4)  # it is not the last one to count
-    for _ in range(2):
-        made[1].arrive("b").result(timeout=DEADLINE_S)
-    second.result(timeout=DEADLINE_S)
-    assert first.result(timeout=1.0) > 0
