@@ -151,57 +151,41 @@ def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def extension(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, compiles: str = "", **parts: dict[str, object]
-) -> dict[str, Check]:
-    """The checks of an extension with these parts; `compiles` follows the name of one that does."""
-    stub = SimpleNamespace(
-        status=lambda: {part: state | {"path": "ops.so"} for part, state in parts.items()},
-        compiles_first=lambda part: compiles and part + compiles,
-    )
-    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    return looked(doctor._extension)
+LOADED = {"built": True, "loaded": True, "reason": ""}
+BUILT = LOADED | {"loaded": False}
+MISSING = {"built": False, "loaded": False, "reason": "no compiler here"}
+SLOWER = ": torch operations make the messages, slower"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "part", "loaded", "status"),
+    ("gpu", "part", "state", "compiles", "status", "detail"),
     [
-        (False, "cpu", True, "ok"),
-        (False, "cpu", False, "warn"),
-        (False, "cuda", False, "ok"),
-        (True, "cuda", False, "warn"),
-        (True, "cuda", True, "ok"),
+        (False, "cpu", LOADED, "", "ok", "loaded from ops.so"),
+        (False, "cpu", BUILT, "", "ok", "built, loaded on first use: ops.so"),
+        (False, "cpu", MISSING, "", "warn", "no compiler here"),
+        (False, "cpu", MISSING, "takes minutes", "warn", "no compiler here; takes minutes"),
+        (False, "cuda", MISSING, "", "ok", "not built; this machine has no GPU to run it on"),
+        (True, "cuda", MISSING, "", "warn", f"no compiler here{SLOWER}"),
+        (True, "cuda", BUILT | {"reason": "no symbol"}, "", "warn", f"no symbol{SLOWER}"),
     ],
 )
 def test_extension_matters_where_it_could_run(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, part: str, loaded: bool, status: str
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    part: str,
+    state: dict[str, object],
+    compiles: str,
+    status: doctor.Status,
+    detail: str,
 ) -> None:
-    state = {"built": loaded, "loaded": loaded, "reason": "no compiler here"}
-    check = extension(monkeypatch, gpu, **{part: state})[f"extension, {part}"]
-    assert check.status == status
-    if status == "warn":
-        assert check.detail.startswith("no compiler here")
-        assert ("torch operations make the messages" in check.detail) == (part == "cuda")
-        assert "megatron-sparse build" in check.remedy
-
-
-def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"built": True, "loaded": False, "reason": ""}
-    found = extension(monkeypatch, True, cpu=state, cuda=state | {"reason": "no symbol"})
-    assert found["extension, cpu"].status == "ok"
-    assert found["extension, cuda"] == Check(
-        "extension, cuda",
-        "warn",
-        "no symbol: torch operations make the messages, slower",
-        "megatron-sparse build",
+    stub = SimpleNamespace(
+        status=lambda: {part: state | {"path": "ops.so"}}, compiles_first=lambda part: compiles
     )
-
-
-def test_minutes_of_compiling_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"built": False, "loaded": False, "reason": "not built"}
-    check = extension(monkeypatch, False, " takes minutes", cpu=state)["extension, cpu"]
-    assert (check.status, check.detail) == ("warn", "not built; cpu takes minutes")
+    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    remedy = "megatron-sparse build" if status == "warn" else ""
+    name = f"extension, {part}"
+    assert looked(doctor._extension) == {name: Check(name, status, detail, remedy)}
 
 
 class TestTheTable:
