@@ -107,14 +107,6 @@ SCRIPTS = {
         "attention_softmax_in_fp32": True,
         "dist_ckpt_strictness": "log_all",
     },
-    "llama 3.1 of Pai": {
-        **LLAMA,
-        "use_rotary_position_embeddings": True,
-        "max_padding_length": 64,
-        "extra_vocab_size": 256,
-        "patch_tokenizer_type": "LLama3Tokenizer",
-        "train_mode": "pretrain",
-    },
 }
 MODEL = [f"model.{name}={value}" for name, value in SIZES.items()]
 ROPE = ["model.position_embedding_type=rope", "model.tied_embeddings=false"]
@@ -132,7 +124,6 @@ OVERRIDES = {
     "llama3 8b": [*MODEL, *ROPE, "training.precision=bf16"],
     "llama3 8b fp8": [*MODEL, *ROPE, "training.precision=bf16"],
     "tp2 pp2 of Megatron's tests": [*MODEL, *FOUR],
-    "llama 3.1 of Pai": [*MODEL, *ROPE],
 }
 """What each script says in keys of our own."""
 NOT_HERE = {
@@ -143,8 +134,7 @@ NOT_HERE = {
     ),
 }
 """What of a script a machine without a GPU cannot do."""
-LEFT_OUT = ("lr_decay_samples", "fp8_param_gather", "rampup_batch_size", "use_rotary", "patch_")
-LEFT_OUT += ("max_padding", "extra_vocab", "train_mode", "vocab_file", "merge_file")
+LEFT_OUT = ("lr_decay_samples", "fp8_param_gather", "rampup_batch_size", "vocab_file", "merge_file")
 """Beginnings of what the first refusal asks to leave out."""
 
 
@@ -157,7 +147,7 @@ TRAINED = {
     ),
     **{name: (OVERRIDES[name], SCRIPTS[name]) for name in ("mixtral", "llama3 8b")},
 }
-"""Overrides and section of what trains without Transformer Engine; Pai's flags are Llama's."""
+"""Overrides and section of what trains without Transformer Engine."""
 SMALL = ["data.vocab_size=512", "training.micro_batch_size=1", "training.global_batch_size=2"]
 SMALL += ["compression.warmup_iters=0", "compression.ramp_iters=0", "tracking=off"]
 SMALL += ["compression.keep_below_numel=256", "training.iterations=2", "training.save_interval=0"]
@@ -238,7 +228,7 @@ def test_one_message_names_every_flag_of_a_public_script_that_is_refused(message
     for flag in SCRIPTS[name]:
         if flag in OWNED_FLAGS:
             assert f"set {OWNED_FLAGS[flag]}" in message
-        elif flag in ("fp8_param_gather", "rampup_batch_size", "max_padding_length"):
+        elif flag in ("fp8_param_gather", "rampup_batch_size"):
             assert f"megatron.{flag} " in message
         elif flag == "overlap_param_gather":  # fits to an owned flag of the script
             assert flag not in message
