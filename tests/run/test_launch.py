@@ -16,7 +16,6 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, load
 from tests.programs import ended
-from tests.run.fault_job import checkpoint
 
 CUDA = "cluster.device=cuda"
 
@@ -59,23 +58,6 @@ class TestRunDir:
         preparation.make_run_dir(config, "command")
         assert (tmp_path / "mine.1" / "breakdown.jsonl").read_text() == "kept"
         assert not (tmp_path / "mine" / "breakdown.jsonl").exists()
-
-    @pytest.mark.parametrize("resume", ["auto", "must"])
-    def test_a_run_with_a_checkpoint_goes_on(self, made, tmp_path, resume):
-        checkpoint(preparation.make_run_dir(made(), "first"))
-        (tmp_path / "mine" / "breakdown.jsonl").write_text("kept")
-        again = made(f"resume={resume}")
-        assert preparation.make_run_dir(again, "second") == tmp_path / "mine"
-        assert (tmp_path / "mine" / "breakdown.jsonl").read_text() == "kept"
-        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-    def test_without_a_checkpoint_auto_starts_anew_and_must_fails(self, made, tmp_path):
-        preparation.make_run_dir(made(), "first")
-        with pytest.raises(ConfigError, match="cannot be resumed"):
-            preparation.make_run_dir(made("resume=must"), "second")
-        assert not (tmp_path / "mine.1").exists()
-        preparation.make_run_dir(made("resume=auto"), "third")
-        assert (tmp_path / "mine.1").is_dir()
 
     def test_a_folder_that_is_no_run_is_left_alone(self, config, tmp_path):
         (tmp_path / "mine").mkdir()
