@@ -35,7 +35,6 @@ def record_start(run_dir: Path, command: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    environment = os.environ  # as the ranks inherit it
     checkout = Path(__file__).resolve().parents[2]
     line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -45,9 +44,7 @@ def record_start(run_dir: Path, command: str) -> None:
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "host": socket.gethostname(),
-        "slurm_job": environment.get("SLURM_JOB_ID"),
-        "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
-        "environment": recorded_environment(environment),
+        "environment": recorded_environment(os.environ),  # as the ranks inherit it
     }
     with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

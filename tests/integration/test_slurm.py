@@ -174,7 +174,7 @@ def test_srun_starts_ranks_and_leaves_a_complete_folder(bed: Bed, undisturbed: J
     run = bed.runs / "undisturbed"
     assert (run / "config.yaml").is_file()
     (start,) = json_lines(run / "starts.jsonl")
-    assert start["slurm_job"] == undisturbed.number
+    assert start["environment"]["SLURM_JOB_ID"] == undisturbed.number
     assert start["environment"]["SLURM_JOB_NODELIST"] == "n[0-1]"
     assert start["host"] == "n0"
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
@@ -205,7 +205,8 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
         assert lines == [str(iteration) for iteration in range(1, ITERATIONS + 1)]
         assert job.losses() == undisturbed.losses()
         starts = json_lines(bed.runs / form / "starts.jsonl")
-        assert [start["slurm_restarts"] for start in starts] == [0, 1]
+        restarts = [start["environment"].get("SLURM_RESTART_COUNT", "0") for start in starts]
+        assert restarts == ["0", "1"]
 
 
 def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):

@@ -136,8 +136,7 @@ class TestProvenance:
         first, second = map(json.loads, text.splitlines())
         recorded = ("NCCL_NET", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
         assert first["environment"] == {name: environment[name] for name in recorded}
-        assert first["slurm_job"] == "7"
-        assert [each["slurm_restarts"] for each in (first, second)] == [0, 1]
+        assert second["environment"]["SLURM_RESTART_COUNT"] == "1"
         assert first["packages"]["torch"]
 
     def test_commit_and_whether_files_were_changed_since(self, tmp_path):
