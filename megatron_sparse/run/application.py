@@ -37,11 +37,11 @@ SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 _OWN_CONFIGS = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 """Hydra's flags for files of the user's own, whose runs are not checked before a sweep."""
 _FLAGS = (
-    *("--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i"),
+    *("--run", "-r", "--multirun", "-m", "--cfg", "-c"),
     *("--shell-completion", "-sc", "--help", "-h", "--hydra-help", "--version"),
     *("--resolve", "--package", "-p", *sorted(_OWN_CONFIGS)),
 )
-"""Hydra's flags, less --experimental-rerun, which unpickles a file."""
+"""Hydra's flags, less --experimental-rerun, which unpickles a file, and --info."""
 _OTHER_RANK = "see the error of another rank"
 
 
@@ -240,12 +240,7 @@ def check_each_run(overrides: Sequence[Override]) -> None:
         if override.is_discrete_sweep():
             values = list(override.sweep_string_iterator())
         elif override.is_sweep_override():
-            raise ConfigError(
-                f"{key} has no list of values",
-                expected="values such as 0.1,0.2 or range(1,4)",
-                got=str(override.input_line),
-                remedy="write the values of the runs",
-            )
+            continue  # has no list of values: Hydra refuses it
         else:
             values = [override.get_value_element_as_str()]
         choices[key] = [f"{key}={value}" for value in values]

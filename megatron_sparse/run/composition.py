@@ -91,9 +91,6 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """
     flags = [text for text in overrides if not _is_override(text)]
     values = [text for text in overrides if _is_override(text)]
-    if flags and flags[-1] in ("--info", "-i"):
-        # Its value, the default: without one Hydra would take the first override for it.
-        flags.append("all")
     return [*flags, *map(_in_hydra_syntax, values)]
 
 

@@ -102,9 +102,8 @@ class TestTrain:
         is_one_error(captured.err, "rank 3 is gone")
         assert "Error executing job" not in captured.err, "Hydra adds nothing"
 
-    @pytest.mark.parametrize("flag", ["--info", "--hydra-help"])
-    def test_flags_of_hydra_need_no_value(self, flag):
-        output_of([sys.executable, "-m", "megatron_sparse.cli.main", "train", flag])
+    def test_hydra_has_a_help_of_its_own(self):
+        output_of([sys.executable, "-m", "megatron_sparse.cli.main", "train", "--hydra-help"])
 
     def test_a_flag_that_unpickles_a_file_is_refused(self, capsys):
         refused(capsys, "train", "--experimental-rerun")

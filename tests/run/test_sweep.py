@@ -1,6 +1,5 @@
 """Sweeps: unique names, and failures that end no other run."""
 
-import os
 from itertools import product
 
 import pytest
@@ -124,13 +123,6 @@ class TestMultirun:
 
 class TestOutcomes:
     """The files that runs of a sweep leave."""
-
-    def test_they_are_in_the_order_of_writing(self, tmp_path):
-        for number, code in ((1, 2), (2, 0)):
-            sweep.RunEnd("a", code, "").write(tmp_path / str(number))
-            # The clock of a disk may be too coarse to tell the two apart.
-            os.utime(tmp_path / str(number) / sweep.OUTCOME_FILE, (3 - number, 3 - number))
-        assert [outcome.exit_code for outcome in sweep.outcomes(tmp_path)] == [0, 2]
 
     def test_a_damaged_one_is_a_typed_error(self, tmp_path):
         (tmp_path / sweep.OUTCOME_FILE).write_text("[]")
