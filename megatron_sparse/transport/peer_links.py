@@ -1,11 +1,11 @@
 """The side channel of `liveness`: connections between processes, and the thread that serves them.
 
 A process that is the first rank of a group listens; the others connect to it, once, however many
-groups they share. Messages are lines of JSON, each an object with one or more of these keys:
+groups they share. Messages are lines of JSON, each an object with some of these keys:
 
 - `hello` (rank) and `token`: the handshake, the first line to a listener; answered by `welcome`.
-- `beat`: a sign of life; sent every `BEAT_S`. To members also `silent`: {rank: seconds} for all
-  ranks that the listener has not heard from for two beats.
+- `silent`: {rank: seconds} for all ranks that the listener has not heard from for two beats; sent
+  every `BEAT_S` to those that have connected. They send an empty object as often: a sign of life.
 - `lost`: rank and why; sent by a rank that fails, and passed on by the listener.
 - `bye`: an orderly end; a connection that ends without it belonged to a process that died.
 
@@ -32,7 +32,6 @@ from megatron_sparse.errors import ConfigError
 BEAT_S = 1.0
 CONNECT_S = 5.0
 LONGEST_LINE = 1 << 20
-MOST_UNSENT = 1 << 16
 MOST_HOSTS = 8
 _SIOCGIFADDR = 0x8915
 
@@ -73,11 +72,6 @@ class _Link:
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
             return
-
-    @property
-    def is_clogged(self) -> bool:
-        """Whether the other end has stopped reading: beats are then skipped."""
-        return len(self._unsent) > MOST_UNSENT
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived.
@@ -308,10 +302,9 @@ class PeerLinks:
         for link in self._links:
             relayed_s |= link.relayed_silent_s
         self.silent_s = relayed_s | silent_here_s  # what this rank heard itself wins
-        beat = {"beat": 1}
-        awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
-        self._tell({**beat, "silent": silent_here_s}, [link for link in awake if link.is_member])
-        self._tell(beat, [link for link in awake if not link.is_member])
+        known = [link for link in self._links if link.rank is not None]
+        self._tell({"silent": silent_here_s}, [link for link in known if link.is_member])
+        self._tell({}, [link for link in known if not link.is_member])
 
     def _tell(self, message: dict[str, Any], links: list[_Link]) -> None:
         """Sends a message on these connections; one that is broken ends."""
