@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_sparse.config.checks import one_of
-from megatron_sparse.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,9 @@ class Topology:
     nic: str = "rank"
 
     def __post_init__(self) -> None:
-        """Refuses an unknown `nic`, and nodes without ranks."""
+        """Refuses an unknown `nic`."""
         one_of("topology.nic", self.nic, ("rank", "node"))
-        if not self.node_sizes or min(self.node_sizes) < 1:
-            raise ConfigError(
-                "a node of the topology has no ranks",
-                expected="at least one rank on each node",
-                got=self.node_sizes,
-            )
+        assert min(self.node_sizes) > 0, "every node has ranks"
 
     @classmethod
     def even(

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport.base import Arrive, Marker, PeerTensors, to_everyone
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import NO_TIME, Topology
@@ -83,9 +83,6 @@ class VirtualCluster:
         pending_arrivals: the arrivals of every visit to a bucket at which ranks are missing
             (`virtual_work`).
 
-    Raises:
-        ConfigError: the topology has another number of ranks.
-
     Example:
         >>> cluster = VirtualCluster(2)
         >>> def swap(transport):
@@ -105,12 +102,7 @@ class VirtualCluster:
         message_scale: float = 1.0,
     ) -> None:
         self.topology = topology or Topology((world_size,), NO_TIME, NO_TIME)
-        if self.topology.world_size != world_size:
-            raise ConfigError(
-                "the topology does not fit the number of ranks",
-                expected=f"nodes with {world_size} ranks together",
-                got=self.topology.node_sizes,
-            )
+        assert self.topology.world_size == world_size, "the topology's ranks are the cluster's"
         self.device = device or torch.device("cpu")
         self.message_scale = message_scale
         self.link_bytes: Counter[tuple[int, int]] = Counter()
