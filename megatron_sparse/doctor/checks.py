@@ -291,16 +291,7 @@ def _network() -> Iterator[Check]:
         remedy = f"set {variable} to one of {', '.join(existing)}, or unset it"
         yield _judged(variable, not absent, detail, remedy)
         return
-    # Without the variable, gloo uses the address that the host's own name resolves to.
-    host = socket.gethostname()
-    try:
-        address = socket.gethostbyname(host)
-    except OSError as error:
-        detail = f"unset, and the host name {host} does not resolve ({error})"
-        remedy = f"export {variable}=lo on one machine, or the name of the network between machines"
-        yield Check(variable, "warn", detail, remedy)  # gloo falls back to the loopback
-        return
-    detail = f"unset: gloo takes the interface of {host} ({address})"
+    detail = f"unset: gloo takes the interface that the host name {socket.gethostname()} stands for"
     remedy = f"on several machines, export {variable} where this is not theirs"
     yield Check(variable, "ok", detail, remedy)
 
