@@ -19,7 +19,7 @@
 
 namespace {
 
-enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5 };
+enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4 };
 
 struct UniqueId {
   char internal[128];
@@ -103,8 +103,6 @@ EXPORT const char* ncclGetErrorString(int result) {
       return "internal error";
     case kInvalidArgument:
       return "invalid argument";
-    case kInvalidUsage:
-      return "invalid usage";
     default:
       return "remote process exited or there was a network error";
   }
@@ -142,7 +140,6 @@ EXPORT int ncclGroupStart() {
 }
 
 EXPORT int ncclGroupEnd() {
-  if (depth == 0) return kInvalidUsage;
   if (--depth > 0) return kSuccess;
   std::vector<Operation> operations;
   operations.swap(group);

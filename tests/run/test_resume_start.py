@@ -118,10 +118,6 @@ class TestWhatIsLeft:
         with pytest.raises(ConfigError, match="run's own folder"):
             start_of(runs, "resume=never", f"training.load={runs / 'mine/checkpoints'}")
 
-    def test_from_scratch_says_nothing(self, runs):
-        config = config_of(runs, "resume=never")
-        assert resume.describe(config, resume.find(config)) == ""
-
 
 class TestSchedule:
     """A run that goes on keeps its warm-up and ramp; the file of its folder has them."""
