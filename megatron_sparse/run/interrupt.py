@@ -1,8 +1,8 @@
 """How ranks end with their launcher, and after an error that all of them have.
 
-With `training.save_signal=SIGINT` Ctrl-C saves and ends, and a second one stops at once: torch's
-agent hands a signal on to the ranks and waits for them, but a second one leaves them behind. Here
-the second one kills them. Where the launcher itself is killed, the kernel kills its ranks.
+Where the launcher is killed, the kernel kills its ranks. With `training.save_signal=SIGINT` Ctrl-C
+saves and ends: torch's agent hands the signal on to the ranks and waits for them. A second Ctrl-C
+kills the launcher, and so the ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import NoReturn
 
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.extras import require
 from megatron_sparse.run.launchers import environment
 
 SIGINT = "SIGINT"
@@ -92,21 +91,11 @@ def saving(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    require("psutil", "finds the ranks that a second Ctrl-C kills", "train")
-    import psutil
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    def second(number: int, frame: object) -> None:
-        """Kills the ranks."""
-        print("stopping at once, without a checkpoint", file=sys.stderr, flush=True)
-        for child in psutil.Process().children():
-            with suppress(ProcessLookupError):
-                # The agent gives each rank a process group of its own; others have none.
-                os.killpg(child.pid, signal.SIGKILL)
-
     def first(number: int, frame: object) -> None:
-        """Lets the agent hand SIGINT on to the ranks, which save; the next one is `second`'s."""
-        signal.signal(signal.SIGINT, second)
+        """Lets the agent hand SIGINT on to the ranks, which save; the next one kills."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         print(
             "Ctrl-C: the ranks finish the iteration and save a checkpoint; "
             "press it again to stop at once",
