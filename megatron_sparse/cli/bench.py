@@ -27,9 +27,8 @@ from megatron_sparse.bench.study.options import (
     TrainingOptions,
 )
 from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_folder
-from megatron_sparse.cli.renamed import Program
 
-bench = typer.Typer(cls=Program, help="Measures one part on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Overrides of `train`.")

@@ -19,7 +19,6 @@ import typer
 from megatron_sparse.bench.options import command
 from megatron_sparse.cli import plans, runs
 from megatron_sparse.cli.bench import bench
-from megatron_sparse.cli.renamed import Program
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError, StorageError
 from megatron_sparse.version import __version__
@@ -28,7 +27,6 @@ MEASUREMENTS = "Measurements and models"
 """The help's panel of commands that a training run does not need."""
 
 app = typer.Typer(
-    cls=Program,
     help="Gradient compression for Megatron-LM.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,

@@ -12,7 +12,6 @@ from dataclasses import field, fields
 from functools import partial
 from typing import Any, ClassVar
 
-from megatron_sparse.config.removed import removed
 from megatron_sparse.errors import ConfigError
 
 _CHECK = "check"
@@ -63,11 +62,9 @@ def one_of(key: str, value: object, choices: Sequence[object]) -> None:
     """Refuses a value that is not one of `choices`.
 
     Raises:
-        ConfigError: lists the choices, or says that the value has left.
+        ConfigError: lists the choices.
     """
     if value not in choices:
-        if gone := removed(key, value):
-            raise gone
         raise ConfigError(
             f"{key} is unknown",
             expected=" | ".join(map(_word, choices)),

@@ -19,7 +19,6 @@ from megatron_sparse.config.bits import resolve_bits
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.presets import preset_values
-from megatron_sparse.config.removed import removed
 from megatron_sparse.config.scheme import SchemeConfig
 from megatron_sparse.config.straggler import StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
@@ -233,10 +232,7 @@ _KEYWORDS = {
 
 
 def _no_option(keyword: str) -> ConfigError:
-    """The error for a keyword that names no field, or one that has left."""
-    for section in ("compression", "scheme"):
-        if gone := removed(f"{section}.{keyword}"):
-            return gone
+    """The error for a keyword that names no field."""
     known = sorted({*_KEYWORDS, *WHOLE_SECTIONS})
     meant = difflib.get_close_matches(keyword, known, 1)  # one name at most
     return ConfigError(

@@ -37,7 +37,6 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
 from megatron_sparse.config import described
 from megatron_sparse.config.redaction import redact, redact_command
-from megatron_sparse.config.removed import removed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.arguments import OWNED_FLAGS
@@ -147,7 +146,7 @@ def _scheme_override(text: str) -> str:
     known = group_options(SCHEME)
     for name in value.split(","):
         if re.fullmatch(r"\w+", name) and name not in known:
-            raise removed("scheme.name", name) or _unknown_option(f"{SCHEME}/{name}", known)
+            raise _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"
 
 
@@ -304,8 +303,6 @@ def config_error(error: Exception) -> ConfigError:
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     """The error for `name`, a `group/option` that is not one of the group's `options`."""
     group, _, option = name.removesuffix(".yaml").rpartition("/")
-    if gone := removed(group, option):
-        return gone
     meant = _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
@@ -337,8 +334,6 @@ def closest_key(key: str) -> str | None:
 
 def _unknown_key(key: str) -> ConfigError:
     """The error for a key that no section has: lists the section's keys and names the nearest."""
-    if gone := removed(key):
-        return gone
     section = key.rpartition(".")[0]
     known_keys = described.every_key()
     inside = [known for known in known_keys if section and known.startswith(f"{section}.")]
@@ -348,8 +343,8 @@ def _unknown_key(key: str) -> ConfigError:
         f"there is no key {key!r}",
         expected=", ".join(inside) or f"a group ({', '.join(GROUPS)}) or a key of a section",
         got=key,
-        remedy=f"{hint}megatron-sparse train --cfg job shows every key; Megatron's own flags go to "
-        "megatron.FLAG=VALUE",
+        remedy=f"{hint}megatron-sparse train --cfg job shows every key, CHANGELOG.md what replaces "
+        "removed ones; Megatron's own flags go to megatron.FLAG=VALUE",
     )
 
 

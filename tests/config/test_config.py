@@ -12,7 +12,6 @@ from megatron_sparse.config.checks import are_patterns, divides, in_range, is_fl
 from megatron_sparse.config.compression import LONG_RAMP_ITERS, RAMP_ITERS, WARMUP_ITERS
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
-from megatron_sparse.config.removed import REMOVED
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -20,7 +19,7 @@ from megatron_sparse.config.sparse import (
     SparseConfig,
     TrackingConfig,
 )
-from megatron_sparse.run.composition import GROUPS, compose, group_options
+from megatron_sparse.run.composition import GROUPS, group_options
 from tests.commands import refusal, run
 from tests.integration.configuration_page import PAGE, page
 
@@ -280,18 +279,6 @@ class TestScheduleOfTheRunsLength:
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
     assert len(described.every_key()) <= 95
-
-
-class TestRemoved:
-    """What has left the configuration says so, and what to use in its place."""
-
-    @pytest.mark.parametrize("name", REMOVED)
-    def test_every_way_to_give_it_names_the_remedy(self, name):
-        key, _, value = name.partition("=")
-        given = f"[{value}]" if key == "planner.schemes" else value or "1"
-        said = refusal(compose, [f"{key}={given}"])
-        assert f"{name} has left" in said
-        assert REMOVED[name] in said
 
 
 SECTIONS = {"": RunConfig, **described.sections(RunConfig)}

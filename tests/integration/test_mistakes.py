@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_sparse.cli.renamed import OPTIONS, RENAMED
 from megatron_sparse.run import launch
 from tests.commands import is_one_error, run
 from tests.report_runs import make_run
@@ -239,9 +238,6 @@ MISTAKES = (
     Mistake("bench convergence --ranks=3", "a divisor of 16"),
     Mistake("bench convergence training.learning_rate=1", "training.learning_rate"),
     Mistake("bench time-to-loss --setting=safe", "plain among them"),
-    # Names that have left.
-    *(Mistake(f"{name} --any", f"{name} has left", RENAMED[name]) for name in RENAMED),
-    *(Mistake(name, f"megatron-sparse {name} has left", OPTIONS[name]) for name in OPTIONS),
     # Packages that are not installed.
     Mistake("train data=mock", "megatron-sparse[train]", lacks="megatron"),
     Mistake("train data=mock", "tracking.tensorboard=false", lacks="tensorboard"),
