@@ -390,10 +390,10 @@ class GradientReducer:
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
+        """The bucket's row of `plan.json`."""
         part = self.part(bucket)
         row = self.planner.report(part, step)
-        plan = self._plan_for(part, step)
         if self._level.is_alone:
+            plan = self._plan_for(part, step)
             row |= {"chosen": plan.scheme, "reason": plan.reason, "density": plan.density}
-        return row | {"straggler": self._stragglers.report(part, plan)}
+        return row

@@ -27,7 +27,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -259,26 +259,6 @@ class StragglerPolicy:
             )
         self._skipped_last[bucket.name] = expected
         return expected
-
-    def report(self, bucket: Bucket, plan: Plan) -> dict[str, Any] | None:
-        """For `plan.json`: the scheme that can skip a rank, and the rank that was skipped last.
-
-        Returns:
-            The scheme; the rank (None for no rank); the delay in milliseconds that a straggler must
-            exceed (None if no delay is long enough, or the straggler is pinned). None for a bucket
-            that always waits.
-        """
-        scheme = self.adapt(bucket, plan).scheme
-        if not self._may_skip or not skips_straggler(scheme):
-            return None
-        if self._config.mode == "pinned":
-            return {"scheme": scheme, "rank": self._config.rank, "least_delay_ms": None}
-        least_s = self._delays_that_pay(bucket, replace(plan, scheme=scheme)).least_s
-        return {
-            "scheme": scheme,
-            "rank": self._skipped_last.get(bucket.name),
-            "least_delay_ms": least_s * 1e3 if math.isfinite(least_s) else None,
-        }
 
     def agree(self) -> Generator[object, None, None]:
         """The job that gathers how long each rank waited in the last step.
