@@ -19,19 +19,19 @@ from typing import Any
 
 REDACTED = "***"
 
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_WORDS = re.compile(r"[^A-Za-z0-9]+")
-_ANYWHERE = {
-    *("secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"),
-    *("apikey", "cookie", "cookies", "jwt", "pgpass"),
-}
-_LAST = {"token", "pass", "pwd", "auth", "cred", "creds", "session", "signature", "sig"}
-_OF_A_VOCABULARY = {"bos", "eod", "eos", "mask", "middle", "pad", "prefix", "suffix", "unk"}
-_KINDS_OF_KEY = {"access", "api", "auth", "encryption", "license", "private", "service", "ssh"}
+_SECRET_NAME = re.compile(
+    # These words anywhere, such as in `password_file`.
+    r"(?:^|_)(?:secrets?|passwd|password|passphrase|credentials?|apikey|cookies?|jwt|pgpass)(?:_|$)"
+    # These as the last word: `moe_token_dispatcher_type` is no secret.
+    r"|(?:^|_)(?:token|pass|pwd|auth|creds?|session|sig|signature)$"
+    # `key` with a word before it: alone it is the key of a mapping.
+    r"|(?:^|_)(?:access|api|auth|encryption|license|private|service|ssh)_(?:\w+_)?key(?:_id)?$"
+)
+"""Finds secrets' names, which are written in lower case with underscores."""
+_SECRET_VARIABLE = re.compile(r"[A-Z0-9_]+_KEY")
 
-_URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]+(?=@)")
-# Without a password the name is often a key, as in the address of an error tracker.
-_URL_USER = re.compile(r"(?<=https://)[^/\s:@]+(?=@)|(?<=http://)[^/\s:@]+(?=@)")
+_URL_USER = re.compile(r"(?<=://)[^/\s]+(?=@)")
+"""The user and password of an address. The user alone may be a key, as at an error tracker."""
 _TOKEN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|sk-[\w-]{20,}|xox[abp]-[\w-]{10,}|AKIA[A-Z0-9]{16})\b"
@@ -104,24 +104,11 @@ def is_secret_name(name: str) -> bool:
         >>> [is_secret_name(name) for name in ("tokenizer_type", "moe_token_dispatcher_type")]
         [False, False]
     """
-    separated = _CAMEL.sub("_", name)  # `apiKey` has two words, as `api_key`
-    words = [word.lower() for word in _WORDS.split(separated) if word]
+    snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # of `apiKey` too
     # A number at the end says nothing: API_KEY_2 is a key.
-    while words and words[-1].isdigit():
-        words.pop()
-    if not words:
-        return False
-    *before, last = words
-    # The id of a token such as `eod_token` is no secret.
-    if last == "token" and _OF_A_VOCABULARY.intersection(words):
-        return False
-    if _ANYWHERE.intersection(words) or last in _LAST:  # a secret's word, anywhere or last
-        return True
-    if last == "id" and before[-2:] == ["access", "key"]:  # AWS_ACCESS_KEY_ID
-        return True
-    # `key` alone is the key of a mapping; SOMETHING_KEY in an environment is a secret.
-    is_variable = name == name.upper() and bool(before)
-    return last == "key" and (is_variable or bool(_KINDS_OF_KEY.intersection(before)))
+    snake = re.sub(r"(?:_\d+)+$", "", snake)
+    is_variable = _SECRET_VARIABLE.fullmatch(snake) is not None
+    return is_variable or _SECRET_NAME.search(snake.lower()) is not None
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -212,5 +199,4 @@ def _hide_variable(found: re.Match[str]) -> str:
 
 
 def _without_shapes(text: str) -> str:
-    text = _URL_USER.sub(REDACTED, _URL_PASSWORD.sub(rf"\1:{REDACTED}", text))
-    return _TOKEN_SHAPES.sub(REDACTED, text)
+    return _TOKEN_SHAPES.sub(REDACTED, _URL_USER.sub(REDACTED, text))
