@@ -10,7 +10,6 @@ import torch
 
 from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig
-from megatron_sparse.errors import ConfigError
 
 
 class ParameterFilter:
@@ -31,25 +30,9 @@ class ParameterFilter:
     def slice_of(
         self, name: str, start: int, stop: int, shape: Sequence[int] | torch.Size, replicated: bool
     ) -> ParameterSlice:
-        """The parameter's slice [start, stop) of its bucket, marked as lossless or kept whole.
-
-        Raises:
-            ConfigError: a keep pattern and a lossless pattern find its name.
-        """
-        kept, lossless = _found(self._kept, name), _found(self._lossless, name)
-        if kept and lossless:
-            raise ConfigError(
-                f"parameter {name} is both kept whole and lossless",
-                expected="its name found by compression.keep_patterns or "
-                "compression.lossless_patterns, not by both",
-                got=f"{', '.join(kept)} and {', '.join(lossless)}",
-                remedy="make one of the two patterns narrower",
-            )
+        """The parameter's slice [start, stop) of its bucket, marked as lossless or kept whole."""
+        lossless = any(pattern.search(name) for pattern in self._lossless)
         is_small = len(shape) < 2 or math.prod(shape) < self._min_numel
-        is_whole = replicated or is_small or bool(kept)
-        keep = is_whole and not lossless
-        return ParameterSlice(name, start, stop, keep, bool(lossless))
-
-
-def _found(patterns: Sequence[re.Pattern[str]], name: str) -> list[str]:
-    return [pattern.pattern for pattern in patterns if pattern.search(name)]
+        is_kept = any(pattern.search(name) for pattern in self._kept)
+        keep = (replicated or is_small or is_kept) and not lossless
+        return ParameterSlice(name, start, stop, keep, lossless)

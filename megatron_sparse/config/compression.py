@@ -81,7 +81,7 @@ class CompressionConfig(Checked):
         keep_patterns: regular expressions; a parameter whose name matches one is sent whole.
         lossless_patterns: regular expressions; of a parameter whose name matches one, exactly the
             non-zero elements are sent. For embeddings that are not tied to the output layer, see
-            docs/natural-sparsity.md. Not with `scheme.capacity`.
+            docs/natural-sparsity.md. They win over `keep_patterns`. Not with `scheme.capacity`.
         residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint; `sum`
             saves one residual, the total of all data-parallel ranks; `none` saves and restores
             nothing.
@@ -116,14 +116,6 @@ class CompressionConfig(Checked):
         super().__post_init__()
         are_patterns("compression.keep_patterns", self.keep_patterns)
         are_patterns("compression.lossless_patterns", self.lossless_patterns)
-        for pattern in set(self.lossless_patterns) & set(self.keep_patterns):
-            raise ConfigError(
-                "compression.lossless_patterns and .keep_patterns exclude each other",
-                expected="each pattern in one of the two lists",
-                got=f"{pattern!r} in both",
-                remedy="keep it in lossless_patterns if most elements are zero, else in "
-                "keep_patterns",
-            )
         self._check_bits()
 
     @property

@@ -39,8 +39,7 @@ def test_the_filter_takes_the_name_whatever_the_size():
     assert chosen.slice_of("bias", 0, 7, (7,), False).lossless
     assert chosen.slice_of("mlp.router", 0, 8192, (2, 4096), False).keep
     assert chosen.slice_of("mlp.weight", 0, 8192, (2, 4096), False).pruned
-    with pytest.raises(ConfigError, match="not by both"):
-        chosen.slice_of("router.word_embeddings", 0, 6, (2, 3), False)
+    assert chosen.slice_of("router.word_embeddings", 0, 6, (2, 3), False).lossless
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,6 @@ def test_the_filter_takes_the_name_whatever_the_size():
     [
         ({"lossless_patterns": ["("]}, "compression.lossless_patterns is not a regular expression"),
         ({"lossless_patterns": "word_embeddings"}, "compression.lossless_patterns is not a list"),
-        ({"lossless_patterns": ["a", "b"], "keep_patterns": ["c", "b"]}, "'b' in both"),
     ],
 )
 def test_wrong_patterns_are_refused(options, text):
