@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.collectives import SCHEMES, check
+from megatron_sparse.collectives import check
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
@@ -86,28 +86,22 @@ class HostState:
         """Changes `compression.density` from the next step on.
 
         Collective: every rank calls it between two steps. During the warm-up it sets the density
-        that the ramp will lead to. A resumed run starts with the density of its configuration.
+        that the ramp will lead to. It has no effect where nothing is ever pruned. A resumed run
+        starts with the density of its configuration.
 
         Args:
             density: nnz / numel, in (0, 1]; the same on every rank.
 
         Raises:
             CommunicationError: ranks want different densities; nothing is changed.
-            ConfigError: the value is refused, a ramp is under way, nothing is ever pruned, or
-                `density=auto` chooses.
+            ConfigError: the value is refused, a ramp is under way, or `density=auto` chooses.
         """
         if self.trials is not None:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
         _check_same_density(density, self._device, self._group)
-        compression, name = self.config.compression, self.config.scheme.name
+        compression = self.config.compression
         checked = replace(compression, density=density)  # refuses a wrong value
-        if name != "auto" and SCHEMES[name].takes_all:
-            remedy = "choose another scheme at the start"
-            raise _refusal("a sparse scheme", f"scheme={name}", remedy)
         phase, _ = phase_and_density(compression, self.step)
-        if phase is Phase.OFF:
-            remedy = "switch compression on at the start"
-            raise _refusal("compression.enabled=true", "false", remedy)
         if phase is Phase.RAMP:
             end = compression.warmup + compression.ramp
             raise _refusal(

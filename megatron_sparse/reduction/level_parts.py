@@ -39,17 +39,7 @@ def node_part(bucket: Bucket, members: int, place: int) -> Bucket:
 
     The gradient of an all-reduce's part is a view of the bucket's. The shards of a reduce-scatter's
     part are not adjacent: there it is a placeholder of the right size.
-
-    Raises:
-        ConfigError: the bucket's ranks are not made up of such nodes.
     """
-    if bucket.world_size % members:
-        raise ConfigError(
-            f"bucket {bucket.name}: the nodes do not fit",
-            expected=f"a divisor of {bucket.world_size} ranks on each node",
-            got=members,
-            remedy="set compression.level=rank",
-        )
     cuts = node_cuts(bucket, members, place)
     numel = sum(cut.stop - cut.start for cut in cuts)
     return Bucket(

@@ -56,14 +56,6 @@ class TestEachFile:
         compose(overrides)
 
 
-def test_defaults():
-    config = compose()
-    assert config.compression.density == 0.22
-    assert config.scheme.name == "auto"
-    assert config.cluster.world_size == 2
-    assert config.data.dir == "data/code"
-
-
 def test_the_documented_command():
     config = compose(["model=gpt2_xl", "compression=topk99", "scheme=auto", "cluster=perlmutter"])
     assert (config.model.num_layers, config.model.hidden_size) == (48, 1600)

@@ -274,20 +274,11 @@ class TestChangeDensity:
         with pytest.raises(ConfigError, match=r"compression\.density"):
             self.changed(density)
 
-    @pytest.mark.parametrize(
-        ("settings", "step", "words"),
-        [
-            (RAMP, 10, "from step 20 on"),
-            (RAMP, 19, "from step 20 on"),
-            ({"scheme": "dense"}, 0, "a sparse scheme"),
-            ({"scheme": "dense_ring"}, 0, "a sparse scheme"),
-            ({"enabled": False}, 0, "compression.enabled=true"),
-        ],
-    )
-    def test_a_change_during_the_ramp_is_refused(self, settings, step, words):
+    @pytest.mark.parametrize("step", [10, 19])
+    def test_a_change_during_the_ramp_is_refused(self, step):
         with pytest.raises(ConfigError, match="cannot be changed now") as caught:
-            self.changed(0.1, step, **settings)
-        assert words in str(caught.value)
+            self.changed(0.1, step, **RAMP)
+        assert "from step 20 on" in str(caught.value)
 
     @pytest.mark.parametrize("step", [0, 9, 20])
     def test_before_a_ramp_and_after_it(self, step):
