@@ -273,11 +273,6 @@ class ResidualStore:
             return self._undo_copies[name] if self._pending[name] else None
         return self._residuals.get(name)
 
-    def by_parameter(self, *, settled: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `slices`, by the parameter's name alone; a name may come more than once."""
-        for (name, _), view in self.slices(settled=settled):
-            yield name, view
-
     def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
         """Views of the residual of each slice of a parameter.
 

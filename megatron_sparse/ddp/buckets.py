@@ -136,7 +136,8 @@ class DDPBuckets:
 
     def residuals_by_parameter(self, *, settled: bool) -> dict[str, torch.Tensor]:
         """Views of the residuals; see `ResidualStore.slices` for `settled`."""
-        return self._unplaced | dict(self._residuals.by_parameter(settled=settled))
+        placed = {name: view for (name, _), view in self._residuals.slices(settled=settled)}
+        return self._unplaced | placed
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Replaces all residuals by saved ones, by parameter; `place` puts them into buckets."""

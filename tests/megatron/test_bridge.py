@@ -190,8 +190,8 @@ def _train(pretrain, config, options):
             parameters = context.model[0].module.named_parameters()
             found["weights"] = {name: each.detach().clone() for name, each in parameters}
             if options:
-                residuals = self.attachment.residuals.by_parameter()
-                found["residuals"] = {name: each.clone() for name, each in residuals}
+                residuals = self.attachment.residuals.slices()
+                found["residuals"] = {name: each.clone() for (name, _), each in residuals}
                 detach(self.attachment)
 
     pretrain(config, _forward, callbacks=[Plugin()])

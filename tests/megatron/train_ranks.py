@@ -127,7 +127,7 @@ class Run:
         """Copies, by parameter; empty without the plugin."""
         if self.attachment is None:
             return {}
-        return {name: view.clone() for name, view in self.attachment.residuals.by_parameter()}
+        return {name: view.clone() for (name, _), view in self.attachment.residuals.slices()}
 
     def total_residuals(self) -> dict[str, torch.Tensor]:
         """Each parameter's residual, added up over all ranks that hold the parameter.

@@ -165,11 +165,9 @@ def test_messages_with_slots_stay_with_their_scheme():
 def test_a_rank_outside_the_group_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"straggler\.rank is not in the group"):
         VirtualGroup(StragglerConfig("pinned", 4))
-    slow = {"7:100": f"{SLOW_RANK} is not in the group", "soon": "RANK:MILLISECONDS"}
-    for text, said in slow.items():
-        monkeypatch.setenv(SLOW_RANK, text)
-        with pytest.raises(ConfigError, match=said):
-            VirtualGroup(StragglerConfig())
+    monkeypatch.setenv(SLOW_RANK, "7:100")
+    with pytest.raises(ConfigError, match=f"{SLOW_RANK} is not in the group"):
+        VirtualGroup(StragglerConfig())
 
 
 GRADIENTS = {
