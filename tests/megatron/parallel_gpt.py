@@ -2,13 +2,14 @@
 
 It trains as `megatron.training` does: `get_forward_backward_func` runs the microbatches, and its
 schedule calls `finalize_model_grads`. Built without Megatron's command line, so that many layouts
-fit into one launch of processes.
+fit into one launch of processes, and one process can hold several models.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ PRUNED_FROM = 512
 """Parameters with at least so many elements are pruned: `keep_below_numel` of these tests."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 2.0**18
-"""Of fp16 at the start: the first steps overflow and are skipped."""
+"""Of fp16 at the start, unless `Layout.optimizing` has another one: the first steps overflow and
+are skipped."""
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 """Settings for `Layout.ddp`."""
@@ -42,7 +44,10 @@ class Layout:
         microbatches: of a step.
         precision: of the parameters.
         instances: of the distributed optimizer.
+        hidden: width of the model.
+        vocabulary: tokens.
         ddp: fields of `DistributedDataParallelConfig`.
+        optimizing: fields of `OptimizerConfig`.
         hybrid: a `HybridModel` of one attention and one MLP layer for each of `layers`, instead of
             a `GPTModel`; an untied one.
         optimizer: `adam` or `muon`.
@@ -70,7 +75,10 @@ class Layout:
     precision: str = "fp32"
     instances: int = 1
     layers: int = 2
+    hidden: int = HIDDEN
+    vocabulary: int = VOCABULARY
     ddp: dict[str, Any] = field(default_factory=dict)
+    optimizing: dict[str, Any] = field(default_factory=dict)
     aligned: bool = False
     hybrid: bool = False
     optimizer: str = "adam"
@@ -151,7 +159,10 @@ class ShardedSequenceNorm(torch.nn.Module):
 
 
 class ParallelGPT:
-    """See the module's docstring. The same weights and data in every run of a layout.
+    """See the module's docstring. The same weights and data in every run of a layout and seed.
+
+    Needs an initialised process group and the CPU mode. Makes Megatron's groups of a layout without
+    model parallelism, if there are none.
 
     Attributes:
         counted: tokens of each sequence that enter the loss.
@@ -159,32 +170,35 @@ class ParallelGPT:
 
     counted = SEQUENCE
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, seed: int = 7) -> None:
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        torch.manual_seed(7)
-        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.layout = layout
         self.config = self._transformer_config()
         self.chunks = self._wrapped([self._model(stage) for stage in range(layout.virtual)])
         ddp_config = self.chunks[0].ddp_config
+        optimizing: dict[str, Any] = {
+            "optimizer": layout.optimizer,
+            "lr": 1e-2,
+            "clip_grad": 1.0,
+            "bf16": layout.precision == "bf16",
+            "fp16": layout.precision == "fp16",
+            "initial_loss_scale": LOSS_SCALE,
+            "hysteresis": 1,
+            "params_dtype": DTYPES[layout.precision],
+            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "overlap_param_gather": ddp_config.overlap_param_gather,
+        }
+        if layout.layer_wise:  # in megatron-core 0.19
+            optimizing["use_distributed_optimizer"] = False
+            optimizing["use_layer_wise_distributed_optimizer"] = True
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer=layout.optimizer,
-                lr=1e-2,
-                clip_grad=1.0,
-                bf16=layout.precision == "bf16",
-                fp16=layout.precision == "fp16",
-                initial_loss_scale=LOSS_SCALE,
-                hysteresis=1,
-                params_dtype=DTYPES[layout.precision],
-                use_distributed_optimizer=ddp_config.use_distributed_optimizer
-                and not layout.layer_wise,
-                use_layer_wise_distributed_optimizer=layout.layer_wise,
-                overlap_param_gather=ddp_config.overlap_param_gather,
-            ),
-            self.chunks,
+            OptimizerConfig(**optimizing | layout.optimizing), self.chunks
         )
         self._set_schedule(ddp_config)
         rank = parallel_state.get_data_parallel_rank()
@@ -211,7 +225,7 @@ class ParallelGPT:
             }
         return TransformerConfig(
             num_layers=layout.layers * (2 if layout.hybrid else 1),
-            hidden_size=HIDDEN,
+            hidden_size=layout.hidden,
             num_attention_heads=HEADS,
             params_dtype=dtype,
             pipeline_dtype=dtype,
@@ -245,8 +259,8 @@ class ParallelGPT:
         else:
             model = GPTModel(
                 config=self.config,
-                transformer_layer_spec=self._block_spec(virtual_stage),
-                vocab_size=VOCABULARY,
+                transformer_layer_spec=self._layer_spec(virtual_stage),
+                vocab_size=layout.vocabulary,
                 max_sequence_length=SEQUENCE,
                 pre_process=first,
                 post_process=last,
@@ -261,13 +275,15 @@ class ParallelGPT:
 
     def _wrapped(self, models: list[Any]) -> list[Any]:
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallelConfig
-        from megatron.training.training import wrap_model_chunks_with_ddp
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         layout, others = self.layout, len(models) - 1
-        ddp_config = DistributedDataParallelConfig(
-            bucket_size=8_000, num_distributed_optimizer_instances=layout.instances, **layout.ddp
-        )
+        settings = {"bucket_size": 8_000, "num_distributed_optimizer_instances": layout.instances}
+        ddp_config = DistributedDataParallelConfig(**settings | layout.ddp)
+        if find_spec("megatron.training") is None:  # in the oldest version
+            return [DistributedDataParallel(self.config, ddp_config, model) for model in models]
+        from megatron.training.training import wrap_model_chunks_with_ddp
+
         # Megatron cuts buckets on the first stage only, and of it the first chunk.
         is_cut = ddp_config.overlap_grad_reduce and parallel_state.is_pipeline_first_stage()
         return wrap_model_chunks_with_ddp(
@@ -290,7 +306,7 @@ class ParallelGPT:
         return HybridModel(
             self.config,
             local_stack_spec,
-            vocab_size=VOCABULARY,
+            vocab_size=self.layout.vocabulary,
             max_sequence_length=SEQUENCE,
             hybrid_layer_pattern="|".join(["*-" * (self.layout.layers // stages)] * stages),
             pre_process=first,
@@ -299,22 +315,23 @@ class ParallelGPT:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
-    def _block_spec(self, virtual_stage: int | None) -> Any:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    def _layer_spec(self, virtual_stage: int | None) -> Any:
+        """Megatron's own layers, changed for layouts that these refuse."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-        from megatron.core.transformer.spec_utils import ModuleSpec
         from megatron.core.transformer.transformer_block import (
             TransformerBlockSubmodules,
             get_num_layers_to_build,
         )
-        from megatron.core.transformer.transformer_layer import TransformerLayer
 
-        parts = get_gpt_layer_local_submodules(num_experts=self.layout.experts or None)
-        parts.input_layernorm = parts.pre_mlp_layernorm = ShardedSequenceNorm
+        layer = get_gpt_layer_local_spec(num_experts=self.layout.experts or None)
+        parts = layer.submodules
         if not self.layout.attention:
             parts.input_layernorm = parts.self_attention = IdentityOp
             parts.self_attn_bda = IdentityFuncOp
-        layer = ModuleSpec(module=TransformerLayer, submodules=parts)
+        if not self.layout.sequence_parallel:
+            return layer
+        parts.input_layernorm = parts.pre_mlp_layernorm = ShardedSequenceNorm
         count = get_num_layers_to_build(self.config, vp_stage=virtual_stage)
         return TransformerBlockSubmodules([layer] * count, ShardedSequenceNorm)
 
@@ -334,12 +351,17 @@ class ParallelGPT:
             if self.layout.aligned:
                 config.grad_sync_func = each([chunk.start_grad_sync for chunk in self.chunks])
 
-    def _batches(self) -> Iterator[torch.Tensor]:
-        """Tokens whose odd positions follow from the even ones, so that the loss can fall."""
+    def batches(self) -> list[torch.Tensor]:
+        """The microbatches of the next step.
+
+        Tokens whose odd positions follow from the even ones, so that the loss can fall.
+        """
+        found = []
         for _ in range(self.layout.microbatches):
             tokens = torch.randint(0, 17, (MICRO_BATCH, SEQUENCE), generator=self.generator)
-            tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY
-            yield tokens
+            tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % self.layout.vocabulary
+            found.append(tokens)
+        return found
 
     def _forward(self, batches: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Any]:
         from megatron.core import parallel_state
@@ -362,15 +384,22 @@ class ParallelGPT:
 
         return chunk(tokens, positions, mask, labels=tokens), loss_of
 
-    def gradients(self, *, force_all_reduce: bool = False) -> float:
-        """One step's forward and backward passes; returns this rank's loss, 0 if it has none."""
+    def gradients(
+        self, batches: list[torch.Tensor] | None = None, *, force_all_reduce: bool = False
+    ) -> float:
+        """One step's forward and backward passes; returns this rank's loss, 0 if it has none.
+
+        Args:
+            batches: of `batches`; None takes the next ones.
+            force_all_reduce: as with --save-wgrads-interval.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             chunk.force_all_reduce = force_all_reduce
         self.optimizer.zero_grad()
-        batches = list(self._batches())
+        batches = self.batches() if batches is None else batches
         run: Any = get_forward_backward_func()
         losses = run(
             forward_step_func=self._forward,
@@ -384,13 +413,13 @@ class ParallelGPT:
         )
         return float(sum(loss["loss"] for loss in losses)) if losses else 0.0
 
-    def step(self) -> float:
-        """One training step; returns the loss summed over ranks and microbatches."""
-        loss = torch.tensor(self.gradients())
+    def step(self, batches: list[torch.Tensor] | None = None) -> tuple[float, bool]:
+        """One training step: the loss summed over ranks and microbatches, and if it was taken."""
+        loss = torch.tensor(self.gradients(batches))
         with uneven_all_gather() if self.layout.layer_wise else nullcontext():
-            self.optimizer.step()
+            result: Any = self.optimizer.step()  # (success, grad_norm, num_zeros)
         dist.all_reduce(loss)
-        return loss.item()
+        return loss.item(), bool(result[0])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, as `held` does, after a pending all-gather."""

@@ -11,8 +11,8 @@ import torch
 
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.train_ranks import on_ranks
+from tests.megatron.parallel_gpt import SHARDED, Layout, ParallelGPT
+from tests.megatron.train_ranks import equal, on_ranks
 from tests.ranks import error_text, run_ranks
 
 STEPS = 3
@@ -172,32 +172,30 @@ def test_resuming_the_distributed_optimizer_needs_each_repair(rank, left_out, tm
     """With torch's Adam: right with the three of them, wrong without any one."""
     from megatron.core import dist_checkpointing
 
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    def sharded(toy: SmallGPT, is_loading: bool):
-        model = toy.ddp.module.sharded_state_dict()
+    def sharded(toy: ParallelGPT, is_loading: bool):
+        model = toy.chunks[0].module.sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
         optimizer = toy.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
     def resume():
         state = dist_checkpointing.load(sharded(resumed, True), str(tmp_path))
-        resumed.ddp.module.load_state_dict(state["model"])
+        resumed.chunks[0].module.load_state_dict(state["model"])
         resumed.optimizer.load_state_dict(state["optimizer"])
 
     if left_out is not None:
         pytest.MonkeyPatch().setattr(repairs, left_out, lambda function: function)
     repairs.apply()
-    setting = SmallGPTConfig(distributed_optimizer=True)
-    toy = SmallGPT(setting)
+    layout = Layout(ddp=SHARDED)
+    toy = ParallelGPT(layout)
     for _ in range(STEPS):
         toy.step()
     dist_checkpointing.save(sharded(toy, False), str(tmp_path))
-    batches = [toy.batch() for _ in range(STEPS)]
-    for batch in batches:
-        toy.step(batch)
+    steps = [toy.batches() for _ in range(STEPS)]
+    for batches in steps:
+        toy.step(batches)
 
-    resumed = SmallGPT(setting, seed=8)
+    resumed = ParallelGPT(layout, seed=8)
     # A fresh optimizer cannot load; gradients' leaves cannot be written.
     errors = {"with_state": (AssertionError, ""), "without_grad": (RuntimeError, "leaf Variable")}
     if left_out in errors:
@@ -206,7 +204,7 @@ def test_resuming_the_distributed_optimizer_needs_each_repair(rank, left_out, tm
             resume()
         return
     resume()
-    for batch in batches:
-        resumed.step(batch)
-    same = torch.equal(toy.weights(), resumed.weights())
+    for batches in steps:
+        resumed.step(batches)
+    same = equal(toy.weights(), resumed.weights())
     assert same is (left_out is None), "with a shared step the weights differ"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.train_ranks import AT_TARGET, of_all_ranks, on_ranks, running
+from tests.megatron.parallel_gpt import HIDDEN, OVERLAP, SHARDED, Layout
+from tests.megatron.train_ranks import AT_TARGET, equal, of_all_ranks, on_ranks, running
 
 TIMEOUT_S = 600
 """Limit in seconds for a loaded machine; an idle one takes ten."""
@@ -20,15 +20,15 @@ STEPS, VOCABULARY = 2, 512
 NAME = "embedding.word_embeddings.weight"
 PRUNED: dict[str, Any] = AT_TARGET | {"density": 0.02, "samples": 2000}
 FORMS = {
-    "all_reduce": SmallGPTConfig(vocabulary=VOCABULARY, overlap=True),
-    "reduce_scatter": SmallGPTConfig(vocabulary=VOCABULARY, distributed_optimizer=True),
+    "all_reduce": Layout(vocabulary=VOCABULARY, ddp=OVERLAP),
+    "reduce_scatter": Layout(vocabulary=VOCABULARY, ddp=SHARDED),
 }
 
 
-def _train(rank, setting, **options):
+def _train(rank, layout, **options):
     """Weights, residuals and bytes sent; the first gradient of the embedding's summed part."""
-    with running(setting, **(PRUNED | options)) as run:
-        run.model.gradients(run.model.batch())
+    with running(layout, **(PRUNED | options)) as run:
+        run.model.gradients()
         gradient = torch.cat(list(_own_parts(run.attachment, rank)))
         run.model.optimizer.step()
         for _ in range(STEPS - 1):
@@ -54,23 +54,23 @@ def _own_parts(attachment, rank):
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_the_embeddings_gradient_is_denses_and_costs_less(rank, form):
     """With everything lossless, training is dense training's, bit for bit."""
-    setting, named = FORMS[form], ["word_embeddings"]
-    dense = _train(rank, setting, scheme="dense")
-    kept = _train(rank, setting, scheme="direct", keep_patterns=named)
-    lossless = _train(rank, setting, scheme="direct", lossless_patterns=named)
+    layout, named = FORMS[form], ["word_embeddings"]
+    dense = _train(rank, layout, scheme="dense")
+    kept = _train(rank, layout, scheme="direct", keep_patterns=named)
+    lossless = _train(rank, layout, scheme="direct", lossless_patterns=named)
     # With the distributed optimizer it may lie in one rank's shard alone.
     assert any(gradient.any() for gradient in of_all_ranks(dense.gradient))
     assert torch.equal(dense.gradient, lossless.gradient)
     assert not lossless.residuals.pop(NAME, torch.zeros(1)).any()
     assert any(view.any() for view in lossless.residuals.values()), "the others are pruned"
     # The batches of both ranks use about 34 of 512 rows; the rest of the messages is the same.
-    embedding_bytes = 4 * VOCABULARY * 64
+    embedding_bytes = 4 * VOCABULARY * HIDDEN
     there_and_back = 1 if form == "reduce_scatter" else 2
     saved = sum(of_all_ranks(kept.wire_bytes - lossless.wire_bytes))
     # Dense, each of two ranks sends half of it to the other, and half of the sum back.
     assert saved > 0.7 * STEPS * there_and_back * embedding_bytes
-    everything = _train(rank, setting, scheme="direct", lossless_patterns=["."])
-    assert torch.equal(dense.weights, everything.weights)
+    everything = _train(rank, layout, scheme="direct", lossless_patterns=["."])
+    assert equal(dense.weights, everything.weights)
     assert not any(view.any() for view in everything.residuals.values())
 
 

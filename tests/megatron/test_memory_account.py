@@ -17,7 +17,13 @@ from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.doctor.memory import account
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.megatron.parallel_gpt import (
+    HEADS,
+    OVERLAP,
+    SEQUENCE,
+    SHARDED,
+    Layout,
+)
 from tests.megatron.train_ranks import AT_TARGET, on_ranks, running
 
 TIMEOUT_S = 900
@@ -71,8 +77,8 @@ def _reachable_bytes(roots: list[Any], excluded: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> SimpleNamespace:
-    with running(setting, **(OPTIONS | options)) as run:
+def _measure(layout: Layout, options: dict[str, Any]) -> SimpleNamespace:
+    with running(layout, **(OPTIONS | options)) as run:
         attachment = run.attachment
         undo = attachment.residuals.undo
         counted = account(attachment.config, attachment.buckets, (0, 0), undo=undo)
@@ -97,14 +103,21 @@ def _shape(bucket: Bucket) -> tuple[Any, ...]:
 
 CUTS = list(itertools.product((False, True), repeat=2))
 """Overlap, which cuts the gradients into several buckets; the distributed optimizer."""
+HIDDEN, VOCABULARY, BUCKET = 64, 128, 40_000
+
+
+def _layout(overlap: bool, distributed: bool) -> Layout:
+    ddp = (OVERLAP if overlap else {}) | (SHARDED if distributed else {})
+    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY}
+    return Layout(**sizes, ddp=ddp | {"bucket_size": BUCKET})
 
 
 @pytest.mark.parametrize(("overlap", "distributed"), CUTS)
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_the_account_is_what_is_held(rank: int, overlap: bool, distributed: bool) -> None:
     """Of small buckets, whose records have many headers: to a fifth, residuals to the byte."""
-    setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-    found = {name: _measure(setting, options) for name, options in PLUGINS.items()}
+    layout = _layout(overlap, distributed)
+    found = {name: _measure(layout, options) for name, options in PLUGINS.items()}
     for name, each in found.items():
         held = {item: nbytes for item, nbytes in each.held.items() if nbytes}
         # No Python object holds the workspace: the thread that encodes keeps it.
@@ -130,25 +143,25 @@ def test_the_account_is_what_is_held(rank: int, overlap: bool, distributed: bool
 def test_buckets_are_predicted_as_megatron_makes_them(rank: int) -> None:
     """Sizes, cuts and kept parameters, from the configuration of a run alone."""
     for overlap, distributed in CUTS:
-        setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-        with running(setting, **OPTIONS) as run:
+        layout = _layout(overlap, distributed)
+        with running(layout, **OPTIONS) as run:
             made = [_shape(bucket) for bucket in run.attachment.buckets]
         config = RunConfig(
             model=ModelConfig(
-                num_layers=setting.layers,
-                hidden_size=setting.hidden,
-                num_attention_heads=4,
-                seq_length=setting.sequence,
-                vocab_size=setting.vocabulary,
+                num_layers=layout.layers,
+                hidden_size=HIDDEN,
+                num_attention_heads=HEADS,
+                seq_length=SEQUENCE,
+                vocab_size=VOCABULARY,
                 tied_embeddings=False,
             ),
             cluster=ClusterConfig(ranks_per_node=2, device="cpu"),
-            data=DataConfig(dir=None, mock=True, vocab_size=setting.vocabulary),
+            data=DataConfig(dir=None, mock=True, vocab_size=VOCABULARY),
             training=TrainingConfig(
                 precision="fp32", overlap_grad_reduce=overlap, use_distributed_optimizer=distributed
             ),
-            megatron={"ddp_bucket_size": setting.bucket_size},
+            megatron={"ddp_bucket_size": BUCKET},
         )
         config.compression.keep_below_numel = OPTIONS["keep_below_numel"]
-        predicted = predicted_buckets(config, setting.vocabulary)
+        predicted = predicted_buckets(config, VOCABULARY)
         assert made == [_shape(bucket) for bucket in predicted]

@@ -4,11 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.parallel_gpt import Layout, parallel_state_of
+from tests.megatron.parallel_gpt import SHARDED, Layout, parallel_state_of
 from tests.megatron.train_ranks import SPARSE, Run, equal, installed_plugin, on_ranks, running
 
 NEVER, ALWAYS = 1e9, 0.0
@@ -22,41 +20,35 @@ def _skip_above(optimizer: Any, norm: float) -> None:
     last.config.grad_norm_skip_threshold = norm
 
 
-def _weights(run: Run) -> dict[str, torch.Tensor]:
-    found = run.model.weights()
-    return found if isinstance(found, dict) else {"": found}
-
-
 def _assert_skips(run: Run, optimizers: int = 1) -> None:
     """A step, one that Megatron skips and that leaves residual and weights, and another."""
     optimizer = run.model.optimizer
     assert len(optimizer.chained_optimizers) == optimizers
     run.step()
-    before, weights = run.residuals(), _weights(run)
+    before, weights = run.residuals(), run.model.weights()
     assert any(view.any() for view in before.values())
     _skip_above(optimizer, ALWAYS)
     run.step()
     assert equal(before, run.residuals())
-    assert equal(weights, _weights(run))
+    assert equal(weights, run.model.weights())
     _skip_above(optimizer, NEVER)
     run.step()
-    assert not equal(weights, _weights(run))
+    assert not equal(weights, run.model.weights())
 
 
-def _assert_skips_attached(setting: SmallGPTConfig | Layout, optimizers: int = 1) -> None:
+def _assert_skips_attached(layout: Layout, optimizers: int = 1) -> None:
     from megatron_sparse.megatron import attach
 
-    with running(setting) as run:
+    with running(layout) as run:
         _skip_above(run.model.optimizer, NEVER)
-        chunks = run.model.chunks if isinstance(setting, Layout) else [run.model.ddp]
-        run.attachment = attach(chunks, run.model.optimizer, **SPARSE)
+        run.attachment = attach(run.model.chunks, run.model.optimizer, **SPARSE)
         _assert_skips(run, optimizers)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("layout", [Layout(), Layout(precision="bf16", ddp=SHARDED)])
 @on_ranks(2)
-def test_with_attach(rank: int, distributed: bool) -> None:
-    _assert_skips_attached(SmallGPTConfig(bf16=distributed, distributed_optimizer=distributed))
+def test_with_attach(rank: int, layout: Layout) -> None:
+    _assert_skips_attached(layout)
 
 
 @on_ranks(2)
@@ -69,12 +61,12 @@ def test_with_experts(rank: int) -> None:
 
 @on_ranks(2)
 def test_with_install(rank: int) -> None:
-    with running(SmallGPTConfig()) as run, installed_plugin(3, **SPARSE) as installed:
+    with running(Layout()) as run, installed_plugin(3, **SPARSE) as installed:
         import megatron.training.training as host
         from megatron.core.optimizer import OptimizerConfig
 
         settings = OptimizerConfig(lr=0.01, grad_norm_skip_threshold=NEVER)
-        chunks = installed.post_wrap_hook([run.model.ddp])
+        chunks = installed.post_wrap_hook(run.model.chunks)
         run.model.optimizer = host.get_megatron_optimizer(settings, chunks)
         run.attachment = installed.attachment
         try:

@@ -10,18 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.transport.membership import NODE_VARIABLE
+from tests.megatron.parallel_gpt import SHARDED, Layout
 from tests.megatron.train_ranks import SPARSE, equal, on_ranks, running
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
-SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
+IN_FP32 = {"grad_reduce_in_fp32": True}
+SCALE = {"initial_loss_scale": 2.0**10}
 
 
-def _running(attached=True, level="rank", **setting):
+def _running(attached=True, level="rank", **layout):
     options = SPARSE | {"level": level} if attached else {}
-    return running(SmallGPTConfig(**SMALL | setting), **options)
+    return running(Layout(layers=1, **layout), **options)
 
 
 def _rerun_step(model, rank, reject):
@@ -29,10 +30,10 @@ def _rerun_step(model, rank, reject):
     from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 
     machine = get_rerun_state_machine()
-    iterator = RerunDataIterator(iter([model.batch()]))
+    iterator = RerunDataIterator(iter([model.batches()]))
     runs = 0
     while machine.should_run_forward_backward(iterator):
-        loss = model.gradients(next(iterator))
+        loss = torch.tensor(model.gradients(next(iterator)))
         machine.validate_result(
             result=loss,
             rejection_func=lambda _: reject and rank == 1,
@@ -54,7 +55,7 @@ def _poison(model, rank, value, *, whole):
     """The next backward pass of rank 1 leaves `value` in one gradient: all over it, or once."""
     if rank != 1:
         return
-    parameter = next(p for p in model.ddp.parameters() if p.dim() == 2)
+    parameter = next(p for p in model.chunks[0].parameters() if p.dim() == 2)
 
     def spoil(gradient):
         handle.remove()
@@ -69,10 +70,10 @@ def _loss_scale(run):
     return float(run.model.optimizer.get_loss_scale())
 
 
-def _spoilt_steps(rank, **setting):
+def _spoilt_steps(rank, **layout):
     """For each injection, a run without the plugin and one with it, before such a step."""
     for value, whole in INJECTIONS:
-        with _running(attached=False, **setting) as plain, _running(**setting) as run:
+        with _running(attached=False, **layout) as plain, _running(**layout) as run:
             for each in (plain, run):
                 each.step()
                 _poison(each.model, rank, float(value), whole=whole)
@@ -81,10 +82,10 @@ def _spoilt_steps(rank, **setting):
 
 STATIC = {"loss_scale": 128.0}
 SCALED = {
-    "fp16": {"fp16": True},
-    "fp16_shards": {"fp16": True, "distributed_optimizer": True},
-    "bf16_static": {"bf16": True} | STATIC,
-    "fp32_static_shards": {"distributed_optimizer": True} | STATIC,
+    "fp16": {"precision": "fp16", "ddp": IN_FP32, "optimizing": SCALE},
+    "fp16_shards": {"precision": "fp16", "ddp": IN_FP32 | SHARDED, "optimizing": SCALE},
+    "bf16_static": {"precision": "bf16", "ddp": IN_FP32, "optimizing": STATIC},
+    "fp32_static_shards": {"ddp": SHARDED, "optimizing": STATIC},
 }
 """Settings with which Megatron scales the loss."""
 
@@ -95,35 +96,42 @@ def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(r
     for plain, run in _spoilt_steps(rank, **SCALED[name]):
         assert run.attachment.unit.loss_scale == _loss_scale(run) > 1
         before, weights, scale = run.residuals(), run.model.weights(), _loss_scale(run)
-        assert (run.step()[1], plain.step()[1]) == (False, False)
+        assert (run.step(), plain.step()) == (False, False)
         assert _loss_scale(run) == _loss_scale(plain)
-        assert torch.equal(weights, run.model.weights())
+        assert equal(weights, run.model.weights())
         factor = _loss_scale(run) / scale
         assert equal({name: view * factor for name, view in before.items()}, run.residuals())
-        assert run.step()[1] is True
+        assert run.step() is True
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "ddp"), [("fp32", {}), ("bf16", IN_FP32 | SHARDED)], ids=["fp32", "bf16"]
+)
 @on_ranks(2)
-def test_without_loss_scaling_the_same_weights_become_nan_as_without_the_plugin(rank, bf16):
-    for plain, run in _spoilt_steps(rank, bf16=bf16, distributed_optimizer=bf16):
-        assert (run.step()[1], plain.step()[1]) == (True, True)
-        expected = plain.model.weights().isnan()
-        assert expected.any()
-        assert torch.equal(run.model.weights().isnan(), expected)
+def test_without_loss_scaling_the_same_weights_become_nan_as_without_the_plugin(
+    rank, precision, ddp
+):
+    for plain, run in _spoilt_steps(rank, precision=precision, ddp=ddp):
+        assert (run.step(), plain.step()) == (True, True)
+        found, expected = (
+            {name: weight.isnan() for name, weight in each.model.weights().items()}
+            for each in (run, plain)
+        )
+        assert any(nans.any() for nans in expected.values())
+        assert equal(found, expected)
         assert all(view.isfinite().all() for view in run.residuals().values())
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(2)
-def test_megatrons_check_of_each_gradient_raises_its_own_error(rank, bf16):
+def test_megatrons_check_of_each_gradient_raises_its_own_error(rank, precision):
     """Before anything is sent.
 
     Only the rank with the spoilt gradient runs, as the other would wait for it.
     """
-    setting = {"bf16": bf16, "check_for_nan": True}
+    layout = {"precision": precision, "ddp": IN_FP32 | {"check_for_nan_in_grad": True}}
     for value, named in (("nan", "NaN"), ("inf", "Inf")):
-        with _running(attached=False, **setting) as plain, _running(**setting) as run:
+        with _running(attached=False, **layout) as plain, _running(**layout) as run:
             run.step()
             before, errors = run.residuals(), set()
             for model in (plain.model, run.model) if rank == 1 else ():
@@ -131,7 +139,7 @@ def test_megatrons_check_of_each_gradient_raises_its_own_error(rank, bf16):
                 with pytest.raises(
                     RuntimeError, match=f"found {named} in local grad norm"
                 ) as raised:
-                    model.gradients(model.batch())
+                    model.gradients()
                 errors.add(str(raised.value))
             assert len(errors) == rank, "the same with the plugin and without"
             assert equal(before, run.residuals())
@@ -141,9 +149,10 @@ def test_megatrons_check_of_each_gradient_raises_its_own_error(rank, bf16):
 @on_ranks(2)
 def test_the_residual_follows_a_loss_scale_that_grows(rank):
     """The loss scale doubles after two good steps; the residual is as it was, in the new unit."""
-    with _running(fp16=True, loss_scale_window=2) as run:
+    growing = SCALE | {"loss_scale_window": 2}
+    with _running(precision="fp16", ddp=IN_FP32, optimizing=growing) as run:
         run.step()
-        run.model.gradients(run.model.batch())
+        run.model.gradients()
         before, scale = run.residuals(), _loss_scale(run)
         run.model.optimizer.step()
         assert _loss_scale(run) == 2 * scale
@@ -172,5 +181,5 @@ def test_rerun_mode_does_not_update_the_residual_twice(rank, level, ranks):
             assert said is (level == "node")
             runs = [_rerun_step(run.model, rank, step == repeated) for step in range(3)]
             assert runs == [1, 1 if repeated is None else 2, 1]
-            found.append({"weights": run.model.weights()} | run.residuals())
+            found.append(run.model.weights() | run.residuals())
     assert equal(*found)

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from megatron_sparse.errors import ConfigError
+from tests.megatron.parallel_gpt import Layout, ParallelGPT
 from tests.megatron.train_ranks import installed_plugin, logged, on_ranks
 
 
@@ -15,23 +16,22 @@ def test_the_plugin_follows_to_the_next_model(rank, tmp_path):
     from megatron.core import parallel_state
 
     from megatron_sparse.megatron.bucket_group import CompressedBucketGroup
-    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
     from megatron_sparse.run import preparation
     from megatron_sparse.run.composition import compose
     from megatron_sparse.telemetry.run_lock import locked
 
-    def is_attached(model: SmallGPT) -> bool:
-        kinds = {type(group) is CompressedBucketGroup for group in model.ddp.bucket_groups}
+    def is_attached(model: ParallelGPT) -> bool:
+        kinds = {type(group) is CompressedBucketGroup for group in model.chunks[0].bucket_groups}
         assert len(kinds) == 1, "all of them or none"
         return kinds.pop()
 
-    def build() -> SmallGPT:
+    def build() -> ParallelGPT:
         """As `pretrain` does: the model, the hook of its configuration, the optimizer."""
         import megatron.training.training as host
         from megatron.core.optimizer import OptimizerConfig
 
-        model = SmallGPT(SmallGPTConfig(layers=1))
-        chunks = installed.post_wrap_hook([model.ddp])
+        model = ParallelGPT(Layout(layers=1))
+        chunks = installed.post_wrap_hook(model.chunks)
         settings = OptimizerConfig(optimizer="sgd", lr=0.01)
         model.optimizer = host.get_megatron_optimizer(settings, chunks)
         model.step()

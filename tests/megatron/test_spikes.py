@@ -2,13 +2,14 @@
 
 import logging
 import math
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.megatron.spikes import (
     FACTOR,
     FEWEST,
@@ -18,9 +19,10 @@ from megatron_sparse.megatron.spikes import (
     loss_factor,
     warn_if_large,
 )
+from tests.megatron.parallel_gpt import Layout
 from tests.megatron.train_ranks import SPARSE, on_ranks, running
 
-SMALL = SmallGPTConfig(layers=1, hidden=32, sequence=16, micro_batch=2)
+SMALL = Layout(layers=1)
 
 
 def test_a_norm_far_above_the_median_counts_as_the_median():
@@ -62,15 +64,14 @@ def _norms(*, guarded, undo, clip_grad=1.0):
 
     with running(SMALL) as run:
         run.model.optimizer.config.clip_grad = clip_grad  # all its parts share it
-        run.attachment = attach([run.model.ddp], run.model.optimizer, undo=undo, **SPARSE)
+        run.attachment = attach(run.model.chunks, run.model.optimizer, undo=undo, **SPARSE)
         norms = []
         for step in range(34):
             if step == 0 or not guarded:
                 run.attachment.usual_norm = Counted()
-            if step == 25:
-                run.model.optimizer.scale_loss = lambda loss: loss * 1000.0
-            run.model.gradients(run.model.batch())
-            vars(run.model.optimizer).pop("scale_loss", None)
+            size = 1000.0 if step == 25 else 1.0
+            run.model.config.grad_scale_func = partial(torch.mul, size)
+            run.model.gradients()
             norms.append(run.model.optimizer.step()[1])
         return norms[:25], norms[25], norms[26:], run.attachment.usual_norm.spikes
 

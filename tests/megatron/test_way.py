@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import CodeType
 
-from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.megatron.parallel_gpt import OVERLAP, Layout
 from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
 from tests.programs import ROOT
 
@@ -28,7 +28,7 @@ def _modules(rank: int) -> set[str]:
         return monitoring.DISABLE
 
     options = AT_TARGET | {"density": 0.05, "scheme": "direct", "value_bits": 4}
-    with running(SmallGPTConfig(overlap=True), **options) as run:
+    with running(Layout(ddp=OVERLAP), **options) as run:
         run.step()
         group, optimizer = run.attachment.groups[0].host, run.model.optimizer
         launch, update = group.start_grad_sync, optimizer.step_with_ready_grads

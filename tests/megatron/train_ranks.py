@@ -1,7 +1,7 @@
 """One harness for trainings of small GPTs: builds, attaches, steps, detaches, keeps the records.
 
-`train_ranks` starts the ranks. In each of them `running` makes a model of `SmallGPT`, or in one of
-Megatron's layouts of `ParallelGPT`, with the plugin if options are given; `train` takes steps too.
+`train_ranks` starts the ranks. In each of them `running` makes a model in one of Megatron's
+layouts, with the plugin if options are given; `train` takes steps too.
 """
 
 import logging
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests import ranks
 from tests.megatron.parallel_gpt import Layout, ParallelGPT
 from tests.ranks import MEGATRON, run_ranks
@@ -94,34 +93,28 @@ class Run:
     """A model on this rank, with the plugin or without.
 
     Attributes:
-        model: `SmallGPT` or `ParallelGPT`.
+        model: on this rank.
         attachment: None without the plugin.
         records: of the plugin.
         losses: of the steps taken by `step`.
     """
 
-    def __init__(self, setting: SmallGPTConfig | Layout, options: Mapping[str, Any]) -> None:
+    def __init__(self, layout: Layout, options: Mapping[str, Any]) -> None:
         from megatron_sparse.megatron import attach
 
         self.records, self.losses = Records(), []
-        self.model: Any
-        if isinstance(setting, Layout):
-            self.model = ParallelGPT(setting)
-            chunks = self.model.chunks
-        else:
-            self.model = SmallGPT(setting)
-            chunks = [self.model.ddp]
+        self.model = ParallelGPT(layout)
         self.attachment: Any = None
         if options:
             self.attachment = attach(
-                chunks, self.model.optimizer, sink=self.records, **dict(options)
+                self.model.chunks, self.model.optimizer, sink=self.records, **dict(options)
             )
 
-    def step(self) -> Any:
-        """One training step; its result. The loss is kept."""
-        result = self.model.step()
-        self.losses.append(result[0] if isinstance(result, tuple) else result)
-        return result
+    def step(self) -> bool:
+        """One training step; whether it was taken. The loss is kept."""
+        loss, taken = self.model.step()
+        self.losses.append(loss)
+        return taken
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Copies, by parameter; empty without the plugin."""
@@ -149,14 +142,14 @@ class Run:
 
 
 @contextmanager
-def running(setting: SmallGPTConfig | Layout, **options: Any) -> Iterator[Run]:
+def running(layout: Layout, **options: Any) -> Iterator[Run]:
     """A run, detached at the end of the block.
 
     Args:
-        setting: of the model; a `Layout` within `parallel_state_of` it.
+        layout: of the model; within `parallel_state_of` it, unless it has no model parallelism.
         options: of `attach`; none leaves the plugin out.
     """
-    run = Run(setting, options)
+    run = Run(layout, options)
     try:
         yield run
     finally:
@@ -166,13 +159,13 @@ def running(setting: SmallGPTConfig | Layout, **options: Any) -> Iterator[Run]:
             detach(run.attachment)
 
 
-def train(setting: SmallGPTConfig | Layout, steps: int, **options: Any) -> dict[str, Any]:
+def train(layout: Layout, steps: int, **options: Any) -> dict[str, Any]:
     """Takes steps. Returns losses, weights, residuals, records, and the model.
 
     With the plugin also the memory that it holds and its account, in bytes, the lines of its start,
     and the elements of all buckets.
     """
-    with running(setting, **options) as run:
+    with running(layout, **options) as run:
         for _ in range(steps):
             run.step()
         found = {
