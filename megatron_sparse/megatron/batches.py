@@ -18,8 +18,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_
 from megatron.training import get_args, get_timers
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_sparse.megatron.spikes import loss_factor
-
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
@@ -124,8 +122,7 @@ def loss_function(
     loss = torch.sum(losses.view(-1).float() * mask)
     n_tokens = mask.sum().detach().to(torch.int)
     logged = torch.cat([loss.detach().view(1), n_tokens.view(1)])
-    # The factor is 1 unless spikes are made on demand.
-    return loss * loss_factor(get_args), n_tokens, {"lm loss": logged}
+    return loss, n_tokens, {"lm loss": logged}
 
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> Any:

@@ -8,23 +8,15 @@ median: the residual moves from its old value towards its new one by median / no
 Without clipping both parts stay as they are. Scaling needs the old residual, of which there is
 an undo copy (`ResidualStore.undo`). A residual that outgrows the gradient is warned about:
 `compression.residual_alarm`.
-
-`loss_factor` makes spikes on demand, for the study of docs/results/convergence.md, Spikes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import random
-import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import median
-from typing import Any
-
-from megatron_sparse.errors import ConfigError
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -34,9 +26,6 @@ WINDOW, FEWEST = 100, 20
 """Accepted steps whose norms make the median, and how many it needs."""
 ALARM_INTERVAL = 100
 """Steps between checks of the residual's norm, each of which reads the residual once."""
-SPIKES = "MEGATRON_SPARSE_SPIKES"
-"""An environment variable: with `FACTOR:SHARE` the loss is multiplied by the factor in so large a
-share of the iterations, for `train` with the plugin or without."""
 
 
 class UsualNorm:
@@ -94,25 +83,3 @@ def warn_if_large(step: int, norm: float, grad_norm: float, limit: float) -> Non
             grad_norm,
             limit,
         )
-
-
-def loss_factor(arguments: Callable[[], Any]) -> float:
-    """The factor on the loss in this iteration, the same on every rank: see `SPIKES`.
-
-    Args:
-        arguments: returns Megatron's; called only if the variable is set.
-
-    Raises:
-        ConfigError: the variable cannot be read.
-    """
-    given = os.environ.get(SPIKES)
-    if given is None:
-        return 1.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?):(0?\.\d+)", given)
-    if found is None:
-        raise ConfigError(f"{SPIKES} cannot be read", expected="FACTOR:SHARE", got=repr(given))
-    args = arguments()
-    factor, share = float(found[1]), float(found[2])
-    # Seeded by the iteration, so that every rank draws the same number.
-    drawn = random.Random(f"{args.seed}:{args.curr_iteration}").random()
-    return factor if drawn < share else 1.0

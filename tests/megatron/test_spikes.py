@@ -4,19 +4,15 @@ import logging
 import math
 from functools import partial
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.spikes import (
     FACTOR,
     FEWEST,
-    SPIKES,
     WINDOW,
     UsualNorm,
-    loss_factor,
     warn_if_large,
 )
 from tests.megatron.parallel_gpt import Layout
@@ -104,23 +100,6 @@ def test_without_clipping_nothing_of_a_spike_is_scaled_down(rank):
     at = [(step, norm, limit) for step, _, norm, limit in alarms]
     assert at == [(17, before[16], 1000.0), (34, after[-1], 1000.0)]
     assert all(residual > 0 for _, residual, _, _ in alarms)
-
-
-def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):
-    monkeypatch.setenv(SPIKES, "100:0.05")
-
-    def at(iteration):
-        return loss_factor(lambda: SimpleNamespace(seed=1, curr_iteration=iteration))
-
-    drawn = [at(iteration) for iteration in range(2000)]
-    assert drawn == [at(iteration) for iteration in range(2000)]
-    assert set(drawn) == {1.0, 100.0}
-    assert 60 < drawn.count(100.0) < 140
-    monkeypatch.setenv(SPIKES, "often")
-    with pytest.raises(ConfigError, match="FACTOR:SHARE"):
-        at(1)
-    monkeypatch.delenv(SPIKES)
-    assert at(1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from megatron_sparse.bench.options import (
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.config.parameters import METHODS
 from megatron_sparse.config.presets import preset_names
-from megatron_sparse.megatron.spikes import SPIKES
 
 if TYPE_CHECKING:
     from megatron_sparse.transport.netbed import BedLinks
@@ -95,18 +94,6 @@ def _in_bits(percent: int, bits: int) -> Setting:
     return Setting(name, label, overrides, curve=f"{bits} bits")
 
 
-def _spiked(factor: int) -> tuple[Setting, ...]:
-    """Four settings with a loss that is `factor` times too large in 0.5 % of the iterations."""
-    spikes, dense = f"cluster.env.{SPIKES}='{factor}:0.005'", f"dense_x{factor}"
-    override_of = {"dense": "compression=dense", "topk1": _TOPK99, "topk5": "compression=topk95"}
-    override_of["safe"] = "preset=safe"
-    settings = []
-    for name, override in override_of.items():
-        label, overrides = f"{name}, {factor} x", (override, spikes)
-        settings.append(Setting(f"{name}_x{factor}", label, overrides, baseline=dense))
-    return tuple(settings)
-
-
 def _preset(name: str, ramp: float) -> Setting:
     return Setting(name, f"preset {name}", (f"preset={name}",), ramp=ramp, curve=_PRESETS)
 
@@ -136,8 +123,6 @@ CONVERGENCE = (
     Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0),
     Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE),
-    *_spiked(100),
-    *_spiked(1000),
     Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE),
 )
 TIME_TO_LOSS = (
