@@ -85,8 +85,6 @@ class CompressionConfig(Checked):
         residual_checkpoint: `full` saves each rank's residual with Megatron's checkpoint; `sum`
             saves one residual, the total of all data-parallel ranks; `none` saves and restores
             nothing.
-        residual_alarm: warn when a rank's residual norm exceeds this many times the norm of the
-            gradient that it sends; 0 turns the alarm off.
         seed: seed of the sample positions and of stochastic rounding.
     """
 
@@ -108,7 +106,6 @@ class CompressionConfig(Checked):
     keep_patterns: list[str] = field(default_factory=list)
     lossless_patterns: list[str] = field(default_factory=list)
     residual_checkpoint: str = choice("full", ("full", "sum", "none"))
-    residual_alarm: float = number(1000.0, 0)
     seed: int = whole(1234, 0, 2**63 - 1)
 
     def __post_init__(self) -> None:

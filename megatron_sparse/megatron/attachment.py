@@ -37,7 +37,7 @@ from megatron_sparse.megatron.optimizer_step import (
 )
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.replica_sums import summed_over_replicas
-from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
+from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import (
     ResidualUnit,
@@ -286,10 +286,6 @@ class Attachment(HostState):
         scale_change = self.unit.follow_loss_scale()
         if scale_change is not None:
             self.residuals.rescale(scale_change)
-        limit = self.config.compression.residual_alarm  # 0: no alarm
-        is_due = success and self.step % ALARM_INTERVAL == 0
-        if is_due and limit and self.grad_norm:
-            warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
 
     def residual_norm(self) -> float:
         """The residual's norm in units of `grad_norm`; reads the residual and waits for it."""

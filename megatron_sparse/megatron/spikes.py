@@ -6,8 +6,7 @@ whose norm is far above the running median enters the residual as if it had been
 median: the residual moves from its old value towards its new one by median / norm.
 
 Without clipping both parts stay as they are. Scaling needs the old residual, of which there is
-an undo copy (`ResidualStore.undo`). A residual that outgrows the gradient is warned about:
-`compression.residual_alarm`.
+an undo copy (`ResidualStore.undo`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ FACTOR = 4.0
 """A norm so many times above the median is a spike."""
 WINDOW, FEWEST = 100, 20
 """Accepted steps whose norms make the median, and how many it needs."""
-ALARM_INTERVAL = 100
-"""Steps between checks of the residual's norm, each of which reads the residual once."""
 
 
 class UsualNorm:
@@ -68,18 +65,3 @@ class UsualNorm:
             norm / usual,
         )
         return usual / norm
-
-
-def warn_if_large(step: int, norm: float, grad_norm: float, limit: float) -> None:
-    """Warns if the residual's norm exceeds `limit` times the gradient's, or is not a number."""
-    if not norm <= limit * grad_norm:  # true of NaN, too
-        logger.warning(
-            "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
-            "lower the leak, raise the density, or lengthen the ramp "
-            "(compression.residual_alarm=%g)",
-            step,
-            norm,
-            norm / grad_norm,
-            grad_norm,
-            limit,
-        )

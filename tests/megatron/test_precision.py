@@ -157,7 +157,7 @@ def test_the_residual_follows_a_loss_scale_that_grows(rank):
         run.model.optimizer.step()
         assert _loss_scale(run) == 2 * scale
         assert equal({name: 2 * view for name, view in before.items()}, run.residuals())
-        # The alarm compares norms without the scale, a power of two: exact.
+        # The norm is told without the scale, a power of two: exact.
         unscaled = run.attachment.residual_norm() * run.attachment.unit.loss_scale
         assert unscaled == float(run.attachment.residuals.norm()) > 0
 
