@@ -28,13 +28,6 @@ def device_of(ddp: object) -> torch.device:
             got=f"{type(ddp).__module__}.{type(ddp).__qualname__}",
             remedy="wrap it first; for Megatron's own DDP use megatron_sparse.attach",
         )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise HostError(
-            "torch's compiled DDP calls no communication hook with gradients in buckets",
-            expected='torch._dynamo.config.optimize_ddp = "ddp_optimizer", the default, or False',
-            got='"python_reducer"',
-            remedy="change it before the model is wrapped by DDP",
-        )
     devices = {parameter.device for parameter in ddp.module.parameters()}
     if len(devices) != 1:
         raise HostError(

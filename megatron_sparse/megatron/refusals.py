@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError, DependencyError, HostError
+from megatron_sparse.errors import ConfigError, HostError
 
 
 @dataclass(frozen=True)
@@ -211,44 +209,3 @@ def check_chunk(chunk: Any) -> None:
                     got=f"{type(owner).__name__}.{refusal.attribute}={value}",
                     remedy="build the model without it, or train without the plugin",
                 )
-
-
-def check_optimizer(config: RunConfig) -> None:
-    """Checks an optimizer of the package emerging-optimizers, such as Muon.
-
-    Megatron finds these mistakes too, but after the ranks have started and without a remedy.
-
-    Args:
-        config: the run; device and precision must be decided.
-
-    Raises:
-        ConfigError: Megatron cannot run the optimizer in this precision, or sharded on a CPU.
-        DependencyError: the package is missing.
-    """
-    name = config.megatron.get("optimizer") or "adam"
-    if name in ("adam", "sgd"):
-        return
-    if find_spec("emerging_optimizers") is None:
-        raise DependencyError(
-            f"megatron.optimizer={name} needs a package that is not installed",
-            expected="emerging-optimizers",
-            got="no such package",
-            remedy="pip install emerging-optimizers",
-        )
-    sharded = config.training.use_distributed_optimizer or name.startswith("dist_")
-    precisions = ("bf16",) if sharded else ("fp32", "bf16")
-    if config.training.precision not in precisions:
-        raise ConfigError(
-            f"megatron.optimizer={name} does not run in this precision",
-            expected=f"training.precision={' | '.join(precisions)}"
-            + (", with the distributed optimizer" if sharded else ""),
-            got=config.training.precision,
-            remedy=f"set training.precision={precisions[-1]}",
-        )
-    if sharded and config.cluster.device == "cpu":
-        raise ConfigError(
-            f"megatron.optimizer={name} with the distributed optimizer needs NCCL",
-            expected="cluster.device=cuda: gloo gathers only tensors of one size",
-            got="cluster.device=cpu",
-            remedy="set training.use_distributed_optimizer=false",
-        )

@@ -146,7 +146,6 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
             config.compression.residual_checkpoint,
             saves=bool(config.training.save_interval or config.training.save_signal),
         )
-    refusals.check_optimizer(config)
     vocab_size, data_prefix = training.find_data(config)
     if asks:
         section.check(config, vocab_size, data_prefix, rank_environment(config))

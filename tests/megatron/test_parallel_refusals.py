@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_sparse.errors import ConfigError, DependencyError, HostError
+from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import attach, install, refusals
 from megatron_sparse.megatron.arguments import megatron_parser
 from megatron_sparse.megatron.buckets import check_supported
@@ -134,34 +134,11 @@ def test_install_and_attach_take_the_names_of_presets():
         attach([], config="fastest")
 
 
-def _muon(*overrides, in_launcher=False):
-    decided = ["cluster.device=cuda", "training.precision=bf16"]
-    config = composition.compose(
-        ["model=gpt_tiny", "data=mock", "megatron.optimizer=muon", *decided, *overrides]
-    )
-    return preparation.preflight(config, in_launcher=in_launcher)
-
-
 def test_the_launcher_takes_sharded_muon():
     """Megatron's validation gives the flag of `use_distributed_optimizer` another name."""
-    _muon("training.use_distributed_optimizer=true", in_launcher=True)
-
-
-def test_muon_is_refused_where_megatron_cannot_run_it(monkeypatch):
-    sharded = "training.use_distributed_optimizer=true"
-    _muon()
-    _muon(sharded)
-    _muon("cluster.device=cpu", "training.precision=fp32")
-    for wrong in (["training.precision=fp16"], ["training.precision=fp32", sharded]):
-        with pytest.raises(ConfigError, match="this precision") as caught:
-            _muon(*wrong)
-        assert "training.precision=bf16" in str(caught.value)
-    for wrong in ([sharded], ["megatron.optimizer=dist_muon"]):
-        with pytest.raises(ConfigError, match="needs NCCL"):
-            _muon("cluster.device=cpu", *wrong)
-    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
-    with pytest.raises(DependencyError, match="pip install emerging-optimizers"):
-        _muon()
+    settings = ["training.precision=bf16", "training.use_distributed_optimizer=true"]
+    muon = ["model=gpt_tiny", "data=mock", "cluster.device=cuda", "megatron.optimizer=muon"]
+    preparation.preflight(composition.compose([*muon, *settings]), in_launcher=True)
 
 
 def test_a_setting_that_is_off_is_not_refused():

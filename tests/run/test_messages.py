@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_sparse import DDPState, SparseConfig
+from megatron_sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError, StorageError
 from megatron_sparse.run import application, interrupt, launch, preparation
 from megatron_sparse.run.composition import compose
@@ -104,10 +104,3 @@ def test_output_on_a_full_disk_is_one_error():
     assert done.stderr == "error: the disk that the output is written to is full\n"
 
 
-def test_ddp_that_calls_no_hook_is_refused():
-    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
-        torch.nn.parallel.DistributedDataParallel
-    )
-    vars(wrapped)["_use_python_reducer"] = True
-    with pytest.raises(HostError, match="calls no communication hook"):
-        DDPState(wrapped)
