@@ -29,7 +29,7 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.bucket_group import Handle, TimedHandle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
-from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
+from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.optimizer_step import (
     UnconfirmedSums,
     WatchedOptimizer,
@@ -381,7 +381,6 @@ def attach(
             got=repr(optimizer),
             remedy="pass Megatron's optimizer second, and a configuration or preset third",
         )
-    log_untested_megatron()
     checkpoint_process.end_with_rank()
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:

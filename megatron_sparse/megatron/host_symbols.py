@@ -8,18 +8,12 @@ loop ships with megatron-core 0.19 and later).
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from megatron_sparse.errors import HostError
-
-logger = logging.getLogger("megatron_sparse")
 
 UPGRADE = "pip install 'megatron-core>=0.19,<0.20' (needs Python >= 3.12)"
 TESTED = ("0.16.1", "0.19.2")
@@ -69,17 +63,6 @@ def untested_megatron() -> str | None:
     if version in TESTED:
         return None
     return f"{version} is not tested: newest tested is {NEWEST_TESTED}"
-
-
-@functools.cache
-def log_untested_megatron() -> None:
-    """Logs a warning on rank 0 if this version of Megatron is not tested; once in a process.
-
-    The process group must be initialised.
-    """
-    untested = untested_megatron() if dist.get_rank() == 0 else None
-    if untested is not None:
-        logger.warning("megatron-core %s", untested)
 
 
 def find_host_symbols(needed_by: str = "install") -> list[HostSymbol]:

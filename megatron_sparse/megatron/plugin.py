@@ -33,7 +33,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, checkpoint_folder, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
+from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import marked
@@ -95,7 +95,6 @@ class Plugin:
                 )
                 self._end_run()
         if self.attachment is None:
-            log_untested_megatron()
             self.telemetry = self._make_telemetry()
             self.attachment = Attachment(list(chunks), self.config, self.telemetry, self._run_dir)
         return chunks

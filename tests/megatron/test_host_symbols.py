@@ -23,22 +23,6 @@ def test_the_installed_megatron_has_every_host_symbol():
     host_symbols.require_host_symbols("install")
 
 
-def test_a_megatron_that_is_not_tested_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    host_symbols.log_untested_megatron.cache_clear()
-    host_symbols.log_untested_megatron()
-    assert caplog.messages == []
-    monkeypatch.setattr("megatron.core.__version__", "0.20.0")
-    host_symbols.log_untested_megatron.cache_clear()
-    for _ in range(2):
-        host_symbols.log_untested_megatron()
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    host_symbols.log_untested_megatron.cache_clear()
-    host_symbols.log_untested_megatron()
-    newest = host_symbols.NEWEST_TESTED
-    assert caplog.messages == [f"megatron-core 0.20.0 is not tested: newest tested is {newest}"]
-
-
 def test_the_tested_versions_are_those_of_the_tests_and_of_the_page():
     """docs/versions.md names no other version; these tests run on the newest, or a later one."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "versions.md").read_text()
