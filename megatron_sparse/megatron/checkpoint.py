@@ -4,7 +4,7 @@ All of it travels in Megatron's own distributed checkpoint (`checkpoint_sharded`
 `--ckpt-format torch_dist`. With other formats nothing of it is saved; `refusals` refuses them where
 residuals are to be saved.
 
-Policies, each with a line in the log:
+Policies; where the residuals come from, and whether their rows have changed, is in the log:
 
 - If the checkpoint holds no state of the plugin, residuals start at zero. State that an earlier
   version wrote is an error, unless the run takes over no residuals.
@@ -33,8 +33,6 @@ from megatron_sparse.megatron.buckets import device_of
 from megatron_sparse.megatron.checkpoint_layout import (
     RowLayouts,
     Saved,
-    bucket_sizes,
-    check_version,
     row_layouts,
 )
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
@@ -47,9 +45,6 @@ from megatron_sparse.reduction.host_state import on_every_rank
 __all__ = ["KEY", "load", "save_with", "sharded_state"]
 
 logger = logging.getLogger("megatron_sparse")
-
-OLD_FILES = "megatron_sparse/rank_*.pt"
-"""What earlier versions wrote with other formats of Megatron's."""
 
 
 def save_with(
@@ -91,9 +86,6 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
         saved = read(attachment, checkpoint, residuals=wanted)
-    if saved is None and any(checkpoint.glob(OLD_FILES)):
-        # The files have no version to compare: they are refused if residuals are wanted.
-        check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
     _restore(attachment, saved or Saved(iteration, attachment.enabled))
     if saved is None:
         logger.warning(
@@ -164,13 +156,6 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
             f"residuals were {before} and are {now}: they are added up or spread, their total is "
             "the same"
         )
-    if saved.buckets is not None and saved.buckets != bucket_sizes(attachment):
-        lines.append(
-            f"buckets were {len(saved.buckets)} and are {len(attachment.buckets)}, cut in another "
-            "way: residuals move by parameter name"
-        )
-    if not (config.enabled and attachment.enabled):
-        lines.append("compression is switched off: the next step sends the residuals")
     return lines
 
 

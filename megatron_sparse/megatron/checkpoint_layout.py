@@ -76,9 +76,9 @@ class Saved:
     """One rank's part of a checkpoint.
 
     `data_size` and `rows` are of the run that wrote it: its data-parallel size, and how the rows of
-    residuals lie; `buckets` and `rows` are None for a model with another layout, whose residuals
-    are not read. `unknown` names parameters that this run does not have. `masters` are the parts
-    of `parameters.method=lossy` that overlap with this rank's shards.
+    residuals lie; `rows` is None for a model with another layout, whose residuals are not read.
+    `unknown` names parameters that this run does not have. `masters` are the parts of
+    `parameters.method=lossy` that overlap with this rank's shards.
     """
 
     step: int
@@ -90,7 +90,6 @@ class Saved:
     mode: str = "none"
     trials: dict[str, Any] = field(default_factory=dict)
     planner: dict[str, Any] = field(default_factory=dict)
-    buckets: dict[str, int] | None = None
     rows: RowLayouts | None = None
     residuals: Residuals = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
@@ -182,11 +181,6 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
         "mode": attachment.config.compression.residual_checkpoint,
         "trials": {} if attachment.trials is None else attachment.trials.state_dict(),
     }
-
-
-def bucket_sizes(attachment: Attachment) -> dict[str, int]:
-    """Elements of every bucket, by name."""
-    return {bucket.name: bucket.numel for bucket in attachment.buckets}
 
 
 def model_parameters(attachment: Attachment) -> set[tuple[bool, str]]:

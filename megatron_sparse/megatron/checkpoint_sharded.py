@@ -33,7 +33,6 @@ from megatron_sparse.megatron.checkpoint_layout import (
     VERSION,
     HeldSlice,
     Saved,
-    bucket_sizes,
     check_layers,
     check_sizes,
     check_version,
@@ -65,7 +64,6 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     header = common_state(attachment) | {"model_sizes": model_sizes(), "data_size": size}
     rank_state = {
         "planner": attachment.planner.state_dict(),
-        "buckets": bucket_sizes(attachment),
         "rows": row_layouts(attachment),
         "layers": model_layers(attachment),
     }
@@ -160,7 +158,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         state = loaded["rank"]
         if residuals:
             check_layers(state.get("layers", {}), attachment)
-        saved.planner, saved.buckets, saved.rows = state["planner"], state["buckets"], state["rows"]
+        saved.planner, saved.rows = state["planner"], state["rows"]
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
     # A slice without saved rows was left out of the request: its residual is zero.

@@ -59,9 +59,6 @@ def saved(tmp_path_factory):
     """A folder with a checkpoint of each kind, the residuals of two ranks, and their elements."""
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "empty").mkdir()
-    (folder / "files/megatron_sparse").mkdir(parents=True)
-    for rank in range(2):
-        (folder / f"files/megatron_sparse/rank_{rank:05d}.pt").touch()
     ranks = train_ranks(_save_all, 2, folder, timeout_s=TIMEOUT_S)
     return folder, [residuals for residuals, _ in ranks], ranks[0][1]
 
@@ -78,15 +75,12 @@ def _assert_refused(words, folder):
 @pytest.mark.parametrize("bucket_size", [8_000, None])
 @on_ranks(2)
 def test_every_rank_gets_its_own_row_back_bit_for_bit(rank, saved, bucket_size):
-    """Other buckets are named in the log."""
     folder, held, _ = saved
-    with _loaded(folder / "full", bucket_size=bucket_size) as (run, said):
+    with _loaded(folder / "full", bucket_size=bucket_size) as (run, _):
         assert run.attachment.step == STEPS
         assert list(run.attachment.usual_norm.norms) == NORMS
         assert equal(run.residuals(), held[rank])
         assert run.step() is True
-    if rank == 0:
-        assert ("residuals move by parameter name" in "".join(said)) is (bucket_size is None)
 
 
 @on_ranks(2)
@@ -156,8 +150,7 @@ def test_what_does_not_fit_is_refused(rank, saved):
     from megatron_sparse.megatron import checkpoint_sharded
 
     folder, entries = saved[0], checkpoint_sharded._entries
-    for name in ("version", "files"):
-        _assert_refused("was written by another version", folder / name)
+    _assert_refused("was written by another version", folder / "version")
 
     def longer(checkpoint):
         return {
@@ -171,9 +164,7 @@ def test_what_does_not_fit_is_refused(rank, saved):
     _assert_refused("does not fit", folder / "full")
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"), [("empty", "full"), ("version", "none"), ("files", "none")]
-)
+@pytest.mark.parametrize(("name", "wanted"), [("empty", "full"), ("version", "none")])
 @on_ranks(2)
 def test_without_state_of_this_version_residuals_start_at_zero_and_the_log_says_so(
     rank, saved, name, wanted
@@ -187,11 +178,10 @@ def test_without_state_of_this_version_residuals_start_at_zero_and_the_log_says_
 @on_ranks(2)
 def test_with_compression_switched_off_the_residual_goes_with_the_next_step(rank, saved):
     folder, held, _ = saved
-    with _loaded(folder / "full", enabled=False) as (run, said):
+    with _loaded(folder / "full", enabled=False) as (run, _):
         assert equal(run.residuals(), held[rank])
         run.step()
         assert not any(view.any() for view in run.residuals().values())
-    assert "switched off" in "".join(said) or rank != 0
 
 
 BF16 = Layout(precision="bf16", ddp={"grad_reduce_in_fp32": True})
