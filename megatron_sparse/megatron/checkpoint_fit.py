@@ -102,8 +102,6 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
     if not wanted.group_query_attention:
         wanted.num_query_groups = wanted.num_attention_heads
-    if wanted.optimizer == "dist_muon":
-        wanted.optimizer, wanted.use_distributed_optimizer = "muon", True
     return wanted
 
 
@@ -191,9 +189,8 @@ def _has_residuals(checkpoint: Path) -> bool:
 
 def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Refuses an optimizer whose saved state this run's optimizer cannot take over."""
-    if getattr(saved, "use_layer_wise_distributed_optimizer", False):
-        # Megatron's validation has put it in the flag's place, as for Muon.
-        saved = argparse.Namespace(**vars(saved) | {"use_distributed_optimizer": True})
+    if wanted.optimizer not in ("adam", "sgd"):
+        return  # Megatron's validation gives Muon's arguments other names before it saves them
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # Its state has main weights in fp32 beside weights in half precision, and none otherwise.

@@ -16,50 +16,28 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.errors import HostError
-
 _MARK = "_megatron_sparse_repaired"
 
 
 def apply() -> None:
-    """Applies the repairs that this installation needs. Imports megatron. Idempotent.
+    """Applies the repairs that this installation needs. Imports megatron. Idempotent."""
+    from megatron.core.datasets import utils as datasets
+    from megatron.core.optimizer import distrib_optimizer as optimizers
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-    Raises:
-        HostError: Megatron lacks a function to repair.
-    """
-    try:
-        from megatron.core.datasets import utils as datasets
-        from megatron.core.optimizer import distrib_optimizer as optimizers
-        from megatron.core.optimizer.optimizer import (
-            Float16OptimizerWithFloat16Params,
-            FP32Optimizer,
-        )
-
-        compile_helpers = datasets.compile_helpers
-        adam_is_torch = not optimizers.HAVE_APEX_OR_TE
-        optimizer: Any = optimizers.DistributedOptimizer
-        state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
-        # Those without the distributed optimizer, and their methods.
-        unsharded: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
-        sharded_state_dicts = [kind.sharded_state_dict for kind in unsharded]
-    except (ImportError, AttributeError) as error:
-        raise HostError(
-            "this Megatron cannot be repaired",
-            expected="megatron.core.datasets.utils.compile_helpers, "
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer, FP32Optimizer and "
-            "Float16OptimizerWithFloat16Params",
-            got=error,
-            remedy="pip install 'megatron-core>=0.19,<0.20'",
-        ) from None
-    if not hasattr(compile_helpers, _MARK):
+    if not hasattr(datasets.compile_helpers, _MARK):
         source = Path(datasets.__file__).parent
-        datasets.compile_helpers = _marked(unless_built(compile_helpers, source))
-    if adam_is_torch and not hasattr(load_state_dict, _MARK):
-        optimizer.state_dict = with_state(state_dict)
-        optimizer.load_state_dict = _marked(with_own_steps(without_grad(load_state_dict)))
-    for kind, sharded_state_dict in zip(unsharded, sharded_state_dicts, strict=True):
-        if not hasattr(sharded_state_dict, _MARK):
-            kind.sharded_state_dict = _marked(with_sgd_state(sharded_state_dict))
+        datasets.compile_helpers = _marked(unless_built(datasets.compile_helpers, source))
+    sharded: Any = optimizers.DistributedOptimizer
+    adam_is_torch = not optimizers.HAVE_APEX_OR_TE
+    if adam_is_torch and not hasattr(sharded.load_state_dict, _MARK):
+        sharded.state_dict = with_state(sharded.state_dict)
+        load_state_dict = with_own_steps(without_grad(sharded.load_state_dict))
+        sharded.load_state_dict = _marked(load_state_dict)
+    unsharded: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
+    for kind in unsharded:
+        if not hasattr(kind.sharded_state_dict, _MARK):
+            kind.sharded_state_dict = _marked(with_sgd_state(kind.sharded_state_dict))
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +46,9 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[[], None]:
-    """Wraps `compile_helpers`: compiles only where the source is, as in a checkout of Megatron-LM.
+    """Wraps `compile_helpers`, which fails with the wheel: it has the library, but no Makefile.
+
+    It still compiles in a checkout of Megatron-LM.
 
     Args:
         compile_helpers: runs `make` in `source`; exits the process when that fails.
@@ -77,15 +57,8 @@ def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[
 
     @functools.wraps(compile_helpers)
     def repaired() -> None:
-        if (source / "Makefile").is_file():
+        if (source / "Makefile").is_file() or not list(source.glob("helpers_cpp*.so")):
             compile_helpers()
-        elif not list(source.glob("helpers_cpp*.so")):
-            raise HostError(
-                "Megatron's dataset index builder is not built",
-                expected=f"helpers_cpp*.so or a Makefile in {source}",
-                got="neither",
-                remedy="pip install --force-reinstall --no-deps 'megatron-core>=0.19,<0.20'",
-            )
 
     return repaired
 

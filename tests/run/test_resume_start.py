@@ -236,24 +236,6 @@ class TestFit:
         assert arguments.passed_flags(loads, own=False) == loads.megatron
         assert arguments.passed_flags(own, own=True) == own.megatron
 
-    @pytest.mark.parametrize("saved_sharded", [False, True])
-    def test_sharded_muon(self, runs, saved_sharded, monkeypatch):
-        """Megatron saves the names that its validation gives optimizer and sharding."""
-        checkpoint_folder.track(runs / "mine/checkpoints", 1)
-        state = checkpoint_fit.common_state(checkpoint(runs / "mine/checkpoints", 1))
-        state["args"].optimizer = "muon"
-        state["args"].use_layer_wise_distributed_optimizer = saved_sharded
-        monkeypatch.setattr(checkpoint_fit, "common_state", lambda _: state)
-        for sharded in (
-            ["megatron.optimizer=muon", f"{SHARDED}=true"],
-            ["megatron.optimizer=dist_muon"],
-        ):
-            if saved_sharded:
-                assert start_of(runs, "resume=must", *sharded).iteration == 1
-            else:
-                with pytest.raises(CheckpointError, match=f"{SHARDED}=true"):
-                    start_of(runs, "resume=must", *sharded)
-
     def test_the_vocabulary(self, runs):
         with pytest.raises(CheckpointError, match=r"model\.vocab_size=512"):
             checkpoint_fit.check(config_of(runs), 700, checkpoint(runs / "mine/checkpoints", 2))
