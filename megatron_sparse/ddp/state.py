@@ -21,13 +21,10 @@ State and hook share one lifecycle: DDP's order of calls in a backward pass.
 
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -116,7 +113,6 @@ class DDPState(HostState):
         self._knows_steps = False  # whether an optimizer of torch's updates the model
         self._is_unused = False  # whether no step has used the last synchronised pass
         self._unused_in_a_row = 0
-        self._is_plain = False  # whether a `plain` block is open
         self._is_closed = False
         self._unwatch: list[weakref.finalize] = []
         self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
@@ -170,19 +166,6 @@ class DDPState(HostState):
         if self._is_unused:
             self.residuals.rollback()
             self._is_unused = False
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Within it, passes are synchronised by DDP's own all-reduce, past the residual.
-
-        For passes whose gradients are not those of the training: a learning-rate finder, a probe.
-        Set it on every rank alike.
-        """
-        before, self._is_plain = self._is_plain, True
-        try:
-            yield
-        finally:
-            self._is_plain = before
 
     def _watch(self) -> None:
         """Has torch call `_pass_begins` at each backward pass, `_step_taken` after each step."""
@@ -269,9 +252,6 @@ class DDPState(HostState):
                 got="a closed state",
                 remedy="wrap the model in DDP again, with or without a new DDPState",
             )
-        if self._is_plain:
-            assert self._group is not None, "the constructor has found DDP's own"
-            return allreduce_hook(self._group, grad_bucket)
         if not self._in_flight:
             self._await_at_end_of_backward()
         if self.step and not self._launched:

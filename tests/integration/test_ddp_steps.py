@@ -44,8 +44,8 @@ def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
     """Trains on passes: each a factor of the gradient, and what the loop does with it.
 
     `use`: a step; `skip`: none, the gradient is cleared; `clear`: the same, zeros in place; `add`:
-    none, the next pass adds to the gradient; `discard`: as `skip`, and the state is told; `plain`:
-    as `skip`, past the residual. `by_hand` updates without an optimizer of torch's.
+    none, the next pass adds to the gradient; `discard`: as `skip`, and the state is told.
+    `by_hand` updates without an optimizer of torch's.
 
     Returns:
         The weights, and this rank's residual.
@@ -57,11 +57,7 @@ def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
     for factor, use in passes:
         gradient = torch.randint(-9, 10, (SIDE, SIDE), generator=draw).float() * factor
         loss = (ddp(torch.eye(SIDE)) * gradient).sum()
-        if use == "plain":
-            with state.plain():
-                loss.backward()
-        else:
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         if use == "add":
             continue
         if use == "use" and stepper is None:
@@ -87,13 +83,11 @@ def _with(use, factor=1000.0):
         (_with("skip", 1e38), {}),
         (_with("skip", float("nan")), {}),
         (_with("clear"), {}),
-        (_with("plain"), {}),
-        (_with("plain"), {"by_hand": True}),
         (_with("discard"), {"by_hand": True}),
         ([(1000.0, "skip"), *USED], {}),
         ([(1.0, "add"), (1.0, "use"), (2.0, "use")], {}),
     ],
-    ids=["overflow", "nan", "zeros in place", "plain", "plain, by hand", "told", "first", "added"],
+    ids=["overflow", "nan", "zeros in place", "told", "first", "added"],
 )
 @on_ranks(2)
 def test_weights_and_residuals_balance_whatever_passes_are_used(rank, passes, options):
