@@ -59,7 +59,7 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
     state = common_state(checkpoint)
     saved = state.get("args")
     if saved is None:
-        logger.warning("%s does not hold Megatron's arguments: it is not compared", checkpoint)
+        logger.warning("%s is not compared: a format without Megatron's arguments", checkpoint)
         return
     wanted = wanted_arguments(config, vocab_size)
     _check_shape(saved, wanted, checkpoint)
@@ -74,25 +74,15 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
 
 
 def common_state(checkpoint: Path) -> Mapping[str, Any]:
-    """What all ranks of a checkpoint share, at least; empty if it is neither torch_dist nor torch.
-
-    Args:
-        checkpoint: of the format torch_dist, or torch: then all of one rank's file, whose tensors
-            are mapped and not read.
-    """
-    import torch
+    """What all ranks of a checkpoint share; empty if it is not of the format torch_dist."""
     from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from megatron.core.safe_globals import register_safe_globals
 
     register_safe_globals()
-    if check_is_distributed_checkpoint(str(checkpoint)):
-        return load_common_state_dict(str(checkpoint))
-    legacy = sorted(checkpoint.glob("mp_rank_*/model_optim_rng.pt"))
-    if not legacy:
+    if not check_is_distributed_checkpoint(str(checkpoint)):
         return {}
-    # Mapped: a whole model is not read for its arguments.
-    return torch.load(legacy[0], map_location="cpu", weights_only=True, mmap=True)
+    return load_common_state_dict(str(checkpoint))
 
 
 def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
@@ -157,20 +147,10 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
 
 
 def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
-    """Refuses other model-parallel sizes if the checkpoint's format or residuals need its own."""
+    """Refuses other model-parallel sizes if the checkpoint has residuals, which need its own."""
     found = _differences(PARALLEL, saved, wanted)
-    if not found:
-        return
-    if not (checkpoint / "metadata.json").is_file():  # not torch_dist
-        raise _error(
-            "a checkpoint of this format keeps its model-parallel layout",
-            found,
-            "set the keys as the checkpoint has them; checkpoints of --ckpt-format torch_dist "
-            "can be loaded with another layout",
-            checkpoint,
-        )
     keeps = config.plugin and config.compression.residual_checkpoint != "none"
-    if keeps and _has_residuals(checkpoint):
+    if found and keeps and _has_residuals(checkpoint):
         raise _error(
             "the checkpoint's residuals belong to another model-parallel layout",
             found,
