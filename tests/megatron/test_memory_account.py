@@ -108,8 +108,8 @@ HIDDEN, VOCABULARY, BUCKET = 64, 128, 40_000
 
 def _layout(overlap: bool, distributed: bool) -> Layout:
     ddp = (OVERLAP if overlap else {}) | (SHARDED if distributed else {})
-    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY}
-    return Layout(**sizes, ddp=ddp | {"bucket_size": BUCKET})
+    ddp |= {"bucket_size": BUCKET}
+    return Layout(hidden=HIDDEN, vocabulary=VOCABULARY, ddp=ddp)
 
 
 @pytest.mark.parametrize(("overlap", "distributed"), CUTS)
