@@ -114,7 +114,6 @@ STAGES = (
         tests=(
             "tests/cuda_ext/test_cuda_codecs.py",
             *CODEC_TESTS,
-            "tests/formats/test_codec_choice.py",
             f"{TESTS}threshold_emulated.py",
         ),
     ),
@@ -138,7 +137,6 @@ STAGES = (
     Stage("hashing", (2,), 25, bench="hashing"),
     # With megatron-core, hydra-core and omegaconf only.
     Stage("training", (2,), 150, tests=("tests/run/test_training_on_gpu.py",)),
-    Stage("triton-bucket", (2,), 30, tests=("tests/bench/test_bench_bucket.py",)),
     # Triton compiles 72 variants of one kernel, one after the other.
     Stage("triton", (2,), 80, tests=("tests/cuda_ext/test_gpu.py", "tests/cuda_ext/test_prune.py")),
     Stage("memcheck-codecs", (3,), 60, tests=CODEC_TESTS, tool="memcheck"),

@@ -35,14 +35,7 @@ def counter_hash(key: int, draw: int, index_N: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 values in [0, 2^32).
     """
-    return hash_bits(*hash_seed(key, draw), index_N)
-
-
-def hash_bits[T: (int, torch.Tensor)](a: T, b: T, index_N: torch.Tensor) -> torch.Tensor:
-    """`counter_hash` from a seed's two words `a` and `b`, or from those of each index's own.
-
-    `csrc/counter_hash.h` defines the shifts and factors.
-    """
+    a, b = hash_seed(key, draw)
     low, high = index_N & _MASK_32, index_N >> 32
     # int64 products wrap, which leaves their lower 32 bits right.
     x = low ^ a ^ (high * 0x85EBCA6B & _MASK_32)

@@ -24,7 +24,6 @@ from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import entries
@@ -59,6 +58,11 @@ class CodecSizes:
 
 QUICK = CodecSizes((2**13, 2**19), windows=3, window_s=4e-3)
 FULL = CodecSizes((2**12, 2**17, 2**22), windows=3, window_s=20e-3)
+KINDS = {
+    **{form: MessageSpec(1.0, format=form) for form in ("dense", "coo", "pici", "blocks", "rice")},
+    "rice_q4": MessageSpec(1.0, format="rice", value_bits=4),
+}
+"""Messages whose size depends on the density, by the names of their rates."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +85,16 @@ class CodecCall:
 def codec_calls(
     numel: int, densities: Sequence[float], device: torch.device
 ) -> Iterator[CodecCall]:
-    """Yields calls of every operation on fp32 vectors of `numel` elements: sparse ones by density.
-
-    Where the compiled codec does not work, Pici, blocks, ZEN's formats, Rice records and values of
-    few bits are left out.
-    """
+    """Yields calls of every operation on fp32 vectors; sparse ones by density."""
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
-    if is_compiled(device):
-        # Of every element, whatever the density.
-        whole = MessageSpec(1.0, format="rice", value_bits=4, whole=True)
-        yield from _segment_calls(numel, 1.0, device, {"dense_q4": whole})
+    # Of every element, whatever the density.
+    whole = MessageSpec(1.0, format="rice", value_bits=4, whole=True)
+    yield from _segment_calls(numel, 1.0, device, {"dense_q4": whole})
     for density in densities:
-        yield from _segment_calls(numel, density, device, _kinds(device))
-        if is_compiled(device):
-            yield from _partition_calls(numel, density, device)
+        yield from _segment_calls(numel, density, device, KINDS)
+        yield from _partition_calls(numel, density, device)
 
 
 def measure_codec(
@@ -213,15 +211,6 @@ def _segment_calls(
         yield CodecCall(CodecOp.ENCODE, form, density, encode)
         yield CodecCall(CodecOp.DECODE, form, density, partial(decode, fresh=True))
         yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
-
-
-def _kinds(device: torch.device) -> dict[str, MessageSpec]:
-    """Messages whose size depends on the density, by the names of their rates."""
-    compiled = ("pici", "blocks", "rice") if is_compiled(device) else ()
-    kinds = {form: MessageSpec(1.0, format=form) for form in ("dense", "coo", *compiled)}
-    if compiled:
-        kinds["rice_q4"] = replace(kinds["rice"], value_bits=4)
-    return kinds
 
 
 def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:

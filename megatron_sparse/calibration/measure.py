@@ -40,6 +40,7 @@ from megatron_sparse.planner.link_timing import (
 from megatron_sparse.planner.plan import Planner
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.recording import NullSink, StageTimer
+from megatron_sparse.reduction.host_state import check_kernels_of_all
 from megatron_sparse.reduction.job import GATE, Pending
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -87,7 +88,9 @@ def calibrate(
     Raises:
         ConfigError: there is one rank only.
         CommunicationError: a rank is gone.
+        DependencyError, ExtensionError: a GPU has no kernels (`check_kernels_of_all`).
     """
+    check_kernels_of_all(transport.device)
     clock = host_clock(transport.device)
     tell("measuring: links")
     links = complete(measure_links(transport, effort.links, clock))

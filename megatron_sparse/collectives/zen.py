@@ -23,7 +23,7 @@ always sent whole travel among the pairs: 4 bytes more for each.
 Deviations: by default h0 is a permutation, which needs no index sets (`scheme.partition_hash`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
 dense; h0 is a function of `HASH_SEED`, which all ranks know, instead of seeds that are broadcast.
-On CUDA it needs the compiled kernels, and the host waits for the device at every check.
+On CUDA the host waits for the device at every check.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.hash_partition import (
     HASH_SEED,
     IndexSetHash,
@@ -81,8 +80,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
         message: this rank's contribution, of COO and dense records.
 
     Raises:
-        ConfigError: the bucket is too large, or on a CUDA device for which there are no compiled
-            kernels; before anything is sent.
+        ConfigError: the bucket is too large; before anything is sent.
         CommunicationError: ranks disagree about the bucket, scheme, hash, dtype or step.
         WireFormatError: a peer's record is not what was announced.
     """
@@ -114,14 +112,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
 
 
 def _check_bucket(bucket: Bucket) -> None:
-    """Refuses a bucket without compiled kernels for its device, or one that is too large."""
-    if not is_compiled(bucket.grad_N.device):
-        raise ConfigError(
-            f"bucket {bucket.name}: scheme.name={NAME} needs the compiled kernels",
-            expected="the extension's CUDA part, compiled for this GPU",
-            got=f"none for {bucket.grad_N.device}",
-            remedy="see megatron-sparse doctor; or choose another scheme: direct is the nearest",
-        )
+    """Refuses a bucket that is too large."""
     if bucket.numel > MAX_SEGMENT_NUMEL:
         raise ConfigError(
             f"bucket {bucket.name} is too large for scheme.name={NAME}",

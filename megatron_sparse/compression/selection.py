@@ -31,10 +31,9 @@ import torch
 from megatron_sparse.bucket import Bucket, Cuts, Layout
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
+from megatron_sparse.cuda_ext import codec_cuda, ops
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec
 from megatron_sparse.cuda_ext.slots import TABLES
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.message import (
     QUANTISED,
     VALUE_DTYPES,
@@ -258,9 +257,7 @@ def range_limits(
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         densities_P = [density if pruned else 1.0 for pruned in pruned_P]
-        # Triton where the extension has no kernels for this device.
-        implementation = ops if is_compiled(device) else threshold_triton
-        limits_P = implementation.sample_threshold(
+        limits_P = ops.sample_threshold(
             bucket.grad_N,
             residual_N,
             layout.piece_offsets,

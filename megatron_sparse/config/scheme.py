@@ -44,8 +44,8 @@ class SchemeConfig(Checked):
             fixes them beforehand: no segment sends more than this many times the target density of
             its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,
             `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for each
-            bucket whose scheme is one of these, and null elsewhere: on a CPU, with
-            `lossless_patterns`, and without the compiled codec; docs/collectives.md, Capacity mode.
+            bucket whose scheme is one of these, and null elsewhere: on a CPU, and
+            with `lossless_patterns`; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
             keeps 4 bytes for each element of a bucket.
@@ -68,8 +68,7 @@ class SchemeConfig(Checked):
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
             communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
             The NCCL engine). On CUDA, with the backend nccl as torch's ProcessGroupNCCL.
-        checksum: the checksums of gradients' records cover the payloads too (docs/wire-format.md);
-            needs the compiled codec.
+        checksum: the checksums of gradients' records cover the payloads too (docs/wire-format.md).
         deterministic: freeze every decision that would be taken from timing.
     """
 
@@ -134,7 +133,7 @@ class SchemeConfig(Checked):
         if not takes_slots:
             return None
         if self.capacity == "auto":
-            # Lossless patterns and ranks without the compiled codec have made null of it already.
+            # Lossless patterns have made null of it already.
             return AUTO_CAPACITY if device_type == "cuda" else None
         return self.given_capacity
 

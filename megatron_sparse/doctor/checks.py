@@ -227,8 +227,8 @@ def _extension() -> Iterator[Check]:
         else:
             # What the first use compiles, in words; empty if no compiler is there.
             compiles = "" if found["built"] else cuda_ext.compiles_first(part)
-            slower = ": torch operations make the messages, slower" if part == "cuda" else ""
-            outcome = f"; {compiles}" if compiles else slower
+            useless = ": the plugin cannot run on this GPU" if part == "cuda" else ""
+            outcome = f"; {compiles}" if compiles else useless
             yield Check(name, "warn", f"{found['reason']}{outcome}", "megatron-sparse build")
 
 

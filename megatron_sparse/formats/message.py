@@ -7,7 +7,7 @@ The compiled codec of `cuda_ext` does the work, with the same bytes on the CPU a
 each call waits once for the device: a sender must know record sizes before it can send, and a
 receiver must find a bad record before it uses the sum. In capacity mode sizes are known beforehand:
 the calls of a bucket collect their status in the message's `Reports`, which are read once at the
-end. Where the extension has no CUDA part, `torch_codec` works on CUDA tensors (`codec_choice`).
+end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from megatron_sparse.cuda_ext.record_spec import (
 )
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats import torch_codec
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_NAMES,
@@ -228,9 +225,6 @@ def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuf
         layout: cuts it into segments.
         spec: the format of the records.
         buffers: where the message's memory comes from.
-
-    Raises:
-        ExtensionError: Pici or blocks are requested where `torch_codec` works.
     """
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = _count(bucket.grad_N, layout.segment_offsets).cpu()
@@ -267,18 +261,11 @@ def encode_segments(
 
     Raises:
         ExtensionError: slots are too small.
-        ConfigError: slots or a checksum where `torch_codec` works.
     """
-    device, is_rice = values_N.device, spec.record_format == FORMAT_RICE
-    has_codec = is_rice or is_compiled(device)
-    # Only the compiled codec writes Rice. Its encoders of Rice and on CUDA count themselves.
-    counts_itself = is_rice or (has_codec and device.type == "cuda")
+    # The encoders of Rice and on CUDA count themselves.
+    counts_itself = spec.record_format == FORMAT_RICE or values_N.device.type == "cuda"
     if nnz_S is None and not counts_itself:
         nnz_S = _count(values_N, segments.offsets)
-    if not has_codec:
-        assert nnz_S is not None, "counted above"
-        _needs_kernels(segments.slots, checksum=spec.checksum)
-        return torch_codec.encode(values_N, segments, nnz_S, spec, out)
     sizes = ops.encode(values_N, segments, nnz_S, spec, out, residual_N, reports=reports)
     return sizes if segments.slots is None else segments.slots.diff()
 
@@ -289,34 +276,18 @@ def prune_encode(
     """Selects from a bucket and encodes what was selected, in one pass.
 
     Args:
-        bucket: its gradient is only read. Where `torch_codec` works, it is overwritten with the
-            sent values, and there are two passes.
+        bucket: its gradient is only read.
         layout: the cut that the thresholds were made for.
         pruning: what is selected, by ranges of the layout. Its residual is mutated. Its capacity
             fixes the message's size.
         spec: the format of the records.
         buffers: where the message's memory comes from.
-
-    Raises:
-        ExtensionError: Pici or blocks where `torch_codec` works.
-        ConfigError: a capacity or a checksum where it works.
     """
     grad_N, slots, reports = bucket.grad_N, None, None
     if pruning.capacity_S is not None:
         reports = Reports()
         slots = Slots.of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
     slots_S = None if slots is None else slots.offsets  # None: records back to back
-    if not is_compiled(grad_N.device):
-        _needs_kernels(slots_S, checksum=spec.checksum)
-        if spec.record_format == FORMAT_RICE:
-            raise ConfigError(
-                "few bits, and scheme.format=rice, need the compiled codec",
-                expected="the extension's part for this device",
-                got="torch operations",
-                remedy="build it, or set compression.value_bits=null scheme.sum_bits=null",
-            )
-        ops.prune_(grad_N, pruning, spec.value_dtype)
-        return encode(bucket, layout, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
@@ -350,18 +321,6 @@ def _message(
     if nnz_S is not None:
         message.take_counts(nnz_S)
     return message
-
-
-def _needs_kernels(slots_S: torch.Tensor | None, *, checksum: bool) -> None:
-    """Refuses slots and sealed records, which torch operations neither write nor read."""
-    for what, is_wanted in (("capacity", slots_S is not None), ("checksum", checksum)):
-        if is_wanted:
-            raise ConfigError(
-                f"scheme.{what} needs the compiled codec",
-                expected="the extension's CUDA part",
-                got="torch operations",
-                remedy=f"build the CUDA part, or leave scheme.{what} out",
-            )
 
 
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
@@ -403,10 +362,6 @@ def decode_add_(
     Raises:
         WireFormatError: the records are not as expected; `acc_M` is as it was.
     """
-    if not is_compiled(acc_M.device):
-        _needs_kernels(expected.slots, checksum=expected.checksum)
-        torch_codec.decode_add_(acc_M, records, expected, fresh=fresh)
-        return
     base = int(expected.segment_offsets[0])
     ops.decode_add_(acc_M, records, expected, base, fresh=fresh, reports=reports)
 
@@ -435,10 +390,4 @@ def decode_sum_(
         WireFormatError: a rank's records are not as expected.
     """
     base = int(expected.segment_offsets[0])
-    if is_compiled(acc_M.device):
-        ops.decode_sum_(acc_M, records, expected, base, ranks, reports=reports)
-        return
-    for number, (message, rank) in enumerate(zip(records, ranks, strict=True)):
-        sender = replace(expected, rank=rank)
-        is_first = number == 0  # the others are added to it
-        decode_add_(acc_M, message, sender, fresh=is_first, reports=reports)
+    ops.decode_sum_(acc_M, records, expected, base, ranks, reports=reports)

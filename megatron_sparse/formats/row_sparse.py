@@ -13,8 +13,8 @@ import torch
 
 from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
+from megatron_sparse.cuda_ext.gpu import check_kernels
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.codec_choice import is_compiled
 
 MAX_ROWS = 2**40
 
@@ -81,14 +81,8 @@ def check_coo(gradient: torch.Tensor) -> None:
             got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
             remedy="make the embedding with sparse=True",
         )
-    if not is_compiled(gradient.device):
-        raise ExtensionError(
-            "row-sparse gradients need the compiled kernels",
-            expected="the extension's CUDA part, compiled for this GPU",
-            got=f"none for {gradient.device}",
-            remedy="see megatron-sparse doctor; or make the embedding with sparse=False: its "
-            "gradient is then pruned like others",
-        )
+    if gradient.is_cuda:
+        check_kernels(gradient.device)
     if gradient.dtype not in GRAD_DTYPES:
         expected = "float32, bfloat16 or float16"
         raise ExtensionError("the rows have the wrong dtype", expected=expected, got=gradient.dtype)

@@ -105,8 +105,6 @@ class ParameterGathers:
                 reducer = reducer_of(group)
                 choosers[key] = GatherChooser(_in_lanes(config, reducer), reducer.transport)
         reasons = _reasons_for_raw(groups, method, optimizer, clips=clips)
-        if method in COMPRESSED:
-            _refuse_if_any(method, [chooser.missing for chooser in choosers.values()])
         asked: dict[int, GatherChooser] = {}
         for group, reason in zip(groups, reasons, strict=True):
             if reason is None:
@@ -320,7 +318,7 @@ def _refuse_if_any(method: str, reasons: Sequence[str | None]) -> None:
         raise ConfigError(
             f"parameters.method={method} cannot gather this model's parameters",
             expected="the distributed optimizer (use_distributed_optimizer) with bf16, fp16 or "
-            "fp32 parameters in its buffers, and compiled kernels if these are on GPUs",
+            "fp32 parameters in its buffers",
             got=found[0],
             remedy="set parameters.method=auto, or raw",
         )

@@ -12,7 +12,6 @@ import torch
 from megatron_sparse.config.parameters import METHODS, PER_NODE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.parameters import price
 from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.gather import Way
@@ -41,10 +40,6 @@ class GatherChooser:
     With `method=auto`, or where `per_node=auto` is to be chosen, the host waits for measurements:
     of the link, unless `planner.cluster` says its costs, and of the codec.
 
-    Attributes:
-        missing: why no bucket of the group can be gathered exactly: a rank lacks the kernels; None
-            if all have them. The same on all ranks.
-
     Args:
         config: `parameters` and `planner.cluster` are read.
         transport: the group, at least 2 ranks.
@@ -55,7 +50,7 @@ class GatherChooser:
     """
 
     def __init__(self, config: SparseConfig, transport: Transport) -> None:
-        """Compares the ranks' settings, and asks whether all of them have the kernels."""
+        """Compares the ranks' settings."""
         self._chosen = config.parameters
         self._transport = transport
         self._agree()
@@ -69,18 +64,6 @@ class GatherChooser:
         self._priced = self._exact = self._lossy = 0
         self._cluster = config.planner.cluster
         self._model = None if self._cluster is None else find(self._cluster)
-        self.missing = None if config.parameters.method == RAW else self._without_kernels()
-
-    def _without_kernels(self) -> str | None:
-        """A phrase that names a rank without the CUDA kernels, or None; the same on all ranks."""
-        device = self._transport.device
-        if device.type != "cuda":
-            return None
-        rows = complete(gather_rows([float(is_compiled(device))], self._transport)).tolist()
-        lacking = [rank for rank, (compiled,) in enumerate(rows) if not compiled]
-        if not lacking:
-            return None
-        return f"rank {lacking[0]} of the group has no CUDA kernels for its GPU"
 
     def _agree(self) -> None:
         """Raises if another rank has other settings; words travel as their number in `_WORDS`."""
@@ -128,7 +111,7 @@ class GatherChooser:
         settings, options = self._chosen, self._per_node_options
         verify_every = settings.verify_every
         # Ranks decide alike: by settings and dtypes, which are equal, and by exchanged numbers.
-        if settings.method == RAW or self.missing is not None:
+        if settings.method == RAW:
             return None
         are_fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if settings.method == LOSSY and are_fp32:
@@ -167,8 +150,6 @@ class GatherChooser:
 
     def explain(self) -> str:
         """What was chosen, and why; for the log."""
-        if self.missing is not None:
-            return f"raw, {self.missing}"
         # Exact buckets were either chosen by price, or by the configuration alone.
         parts = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
         if self._sums is not None and self._links is not None:

@@ -1,7 +1,7 @@
 """What the plugin holds in one process, whichever host it is in: Megatron's, or torch's DDP.
 
-Two things are agreed with the other ranks: whether messages have a fixed size, at the start, and a
-new target density, while the run goes on.
+Two things are agreed with the other ranks: that all have kernels for their GPUs, at the start, and
+a new target density, while the run goes on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.collectives import check
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.formats.codec_choice import is_compiled
+from megatron_sparse.cuda_ext.gpu import check_kernels
+from megatron_sparse.errors import (
+    CommunicationError,
+    ConfigError,
+    DependencyError,
+    ExtensionError,
+)
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials
@@ -36,7 +40,7 @@ class HostState:
         group: the ranks that exchange messages; None takes all.
 
     Attributes:
-        config: as given, with message sizes that all ranks can make.
+        config: a copy of the given one, which `set_density` and trials change.
         step: training steps so far; drives warm-up and ramp, keys random draws.
         planner: chooses the scheme of each bucket.
         trials: with `compression.density=auto`, choose the preset; else None.
@@ -53,7 +57,8 @@ class HostState:
         begun = deepcopy(config)
         if is_auto:
             begun.compression.density = compression.given_density  # of the first steps
-        self.config = with_agreed_capacity(begun, device, group)
+        check_kernels_of_all(device, group)
+        self.config = begun
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
         self.trials: SettingTrials | None = None
@@ -118,31 +123,36 @@ class HostState:
         logger.info("step %d: target density %g, before %g", self.step, compression.density, before)
 
 
-def with_agreed_capacity(
-    config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
-) -> SparseConfig:
-    """The configuration with `scheme.capacity=null` for `auto` where a rank lacks the codec.
+def check_kernels_of_all(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Refuses a group in which a rank's GPU has no compiled kernels, on all its ranks.
 
-    Ranks with and without fixed sizes would wait for one another. On CUDA with `auto` this is
-    collective over the group, and the host waits for one number; else it does nothing.
+    Without this the others would wait for that rank's first message. On CUDA collective over the
+    group, and the host waits for one number; else it does nothing.
 
     Args:
-        config: as the user gave it; not changed.
         device: of the gradients.
         group: the ranks that will exchange messages; None takes all.
 
     Raises:
-        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size.
+        DependencyError: a compiler or library for the build is missing here.
+        ExtensionError: the kernels cannot be built here, do not fit this GPU, or another rank lacks
+            them.
     """
-    if device.type != "cuda" or config.scheme.capacity != "auto":
-        return config
-    if on_every_rank(is_compiled(device), device, group):
-        return config
-    logger.warning(
-        "scheme.capacity=auto: ranks exchange message sizes, and the host waits for them, because "
-        "the compiled codec does not work on every rank's GPU (megatron-sparse doctor)"
+    if device.type != "cuda":
+        return
+    own_error = None
+    try:
+        check_kernels(device)
+    except (DependencyError, ExtensionError) as error:
+        own_error = error
+    if on_every_rank(own_error is None, device, group):
+        return
+    raise own_error or ExtensionError(
+        "another rank's GPU has no compiled kernels",
+        expected="the extension's CUDA part on every rank",
+        got="a rank of the group without it, whose own error says why",
+        remedy="see megatron-sparse doctor and megatron-sparse build on that rank's machine",
     )
-    return check(replace(config, scheme=replace(config.scheme, capacity=None)))
 
 
 def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:

@@ -300,12 +300,11 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
 def _compiles_first(config: RunConfig) -> str:
     """What the ranks compile before their first iteration, in words; empty if nothing."""
     from megatron_sparse.cuda_ext import compiles_first
-    from megatron_sparse.formats.codec_choice import CODEC
 
     if not (config.plugin and config.compression.enabled):
         return ""
-    takes_cuda = config.cluster.device == "cuda" and os.environ.get(CODEC) != "torch"
-    return compiles_first("cpu", *(["cuda"] if takes_cuda else []))
+    on_gpus = config.cluster.device == "cuda"
+    return compiles_first("cpu", *(["cuda"] if on_gpus else []))
 
 
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:

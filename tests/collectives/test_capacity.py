@@ -15,7 +15,6 @@ from megatron_sparse.compression.selection import segment_capacity
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.message import MessageBuffers, prune_encode, record_spec
 from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
@@ -173,17 +172,6 @@ def test_other_schemes_are_refused_in_the_first_step(name):
         return
     with pytest.raises(ConfigError, match=f"scheme.name={name} has no messages of fixed size"):
         planner.plan_for(bucket, 0)
-
-
-def test_the_torch_codec_refuses_it(monkeypatch):
-    monkeypatch.setattr(message_module, "is_compiled", lambda device: False)
-    case, residual = Case("direct", 1, numel=90), torch.zeros(90)
-    bucket = make_bucket(case, 0)
-    before = bucket.grad_N.clone()
-    with pytest.raises(ConfigError, match=r"scheme.capacity needs the compiled codec"):
-        message_of(case, bucket, 0.1, residual, MessageBuffers())
-    assert torch.equal(bucket.grad_N, before)
-    assert not residual.any()
 
 
 def test_auto_compares_sent_bytes_not_selected_elements():

@@ -106,9 +106,7 @@ def _start(grad_N):
     next(SCHEMES["zen"].run(exchange, None))
 
 
-def test_unsupported_settings_are_refused_before_anything_is_sent(monkeypatch):
-    with pytest.raises(ConfigError, match=r"bucket 7: .* needs the compiled kernels"):
-        _start(torch.zeros(10, device="meta"))
+def test_a_bucket_that_is_too_large_is_refused_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(zen, "MAX_SEGMENT_NUMEL", 9)
     with pytest.raises(ConfigError, match="bucket 7 is too large for"):
         _start(torch.zeros(10))

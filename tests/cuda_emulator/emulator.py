@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_sparse.cuda_ext import arguments, codec_cuda, load, ops, threshold_triton
-from megatron_sparse.formats import codec_choice
+from megatron_sparse.cuda_ext import arguments, codec_cuda, load
 from megatron_sparse.triton_kernels import prune as triton_prune
 from tests.cuda_emulator import ledger
 from tests.cuda_emulator.device import OnDevice, to_gpu, unwrapped
@@ -148,8 +147,6 @@ class EmulatedDevice:
         monkeypatch.setattr(arguments, "load", lambda part="cpu": None)
         # Triton's kernels have tests of their own; here the CPU's `prune_` makes the numbers.
         monkeypatch.setattr(triton_prune, "prune_", self._prune)
-        monkeypatch.setattr(threshold_triton, "sample_threshold", ops.sample_threshold)
-        monkeypatch.setattr(codec_choice, "_is_compiled", lambda device, wanted: True)
         monkeypatch.setattr(codec_cuda, "_stream", lambda device: -1)
 
     def overload(self, name: str) -> Callable[..., Any]:

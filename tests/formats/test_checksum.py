@@ -12,12 +12,10 @@ from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums
-from megatron_sparse.errors import ConfigError, WireFormatError
+from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
-from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.header import Header
-from megatron_sparse.formats.message import decode_add_, encode_segments
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.planner import Planner
@@ -158,14 +156,3 @@ def test_the_key_reaches_selection_and_the_profile() -> None:
     assert Header.unpack(opened(records), rank=0).nnz == sent_N.count_nonzero() > 0
     with pytest.raises(WireFormatError, match="field checksum"):
         Header.unpack(records, rank=0)
-
-
-def test_torch_operations_make_and_read_no_sealed_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of("coo")
-    message = torch.tensor(list(ORACLE.encode(case).bytes), dtype=torch.uint8)
-    monkeypatch.setattr(message_module, "is_compiled", lambda device: False)
-    refused = pytest.raises(ConfigError, match=r"scheme\.checksum needs the compiled codec")
-    with refused:
-        decode_add_(torch.zeros(case.numel), message, case.expected())
-    with refused:
-        encode_segments(case.grad_N, case.segments, None, case.spec, message)

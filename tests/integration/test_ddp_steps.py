@@ -255,7 +255,7 @@ def test_a_state_that_is_refused_without_a_thread_gives_its_group_back(rank):
     def refuse(*_):
         raise ConfigError("no", expected="a", got="b")
 
-    host_state.with_agreed_capacity = refuse
+    host_state.check_kernels_of_all = refuse
     with pytest.raises(ConfigError):
         _hooked(**FIVE_PERCENT)
     assert not groups._lent

@@ -179,26 +179,6 @@ def test_lossy_is_for_fp32_and_others_are_exact():
     assert chosen.explain().startswith("2 buckets lossy, 4 bits; 1 ")
 
 
-@pytest.mark.parametrize("method", ["auto", "exact"])
-def test_a_rank_without_cuda_kernels_leaves_all_raw(monkeypatch, method):
-    """Ranks would else wait for one another; no link is measured for nothing."""
-    monkeypatch.setattr("megatron_sparse.parameters.choice.is_compiled", lambda device: True)
-    monkeypatch.setattr("megatron_sparse.parameters.choice.gather_rows", without_kernels)
-    parameters = ParametersConfig(method)
-    on_gpus = Echo()
-    on_gpus.device = torch.device("cuda")
-    chosen = GatherChooser(SparseConfig(parameters=parameters), on_gpus)
-    assert chosen.missing == "rank 1 of the group has no CUDA kernels for its GPU"
-    assert chosen.choose([BUCKET]) is None
-    assert chosen.explain() == f"raw, {chosen.missing}"
-
-
-def without_kernels(own, transport):
-    """All agree about the settings; of one word, rank 1 says 0."""
-    yield from ()
-    return torch.tensor([own, own] if len(own) > 1 else [own, [0.0]])
-
-
 @pytest.mark.parametrize(
     ("byte_s", "ranks", "largest"),
     [(1e-10, 2, 2**23), (1e-7, 2, 2**18), (3e-9, 8, 2**20), (1e-12, 256, 2**20)],

@@ -18,8 +18,6 @@ from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction import host_state
-from megatron_sparse.reduction.host_state import with_agreed_capacity
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.device import GPU, to_gpu
@@ -97,29 +95,3 @@ def test_a_straggler_is_skipped_unless_sizes_were_fixed_by_hand(
     )
     policy = StragglerPolicy(config, VirtualCluster(4).transports[0], NullSink())
     assert policy.adapt(bucket_on(GPU), plan_of("direct")).scheme == scheme
-
-
-@pytest.mark.parametrize("able", [True, False])
-def test_a_rank_without_the_codec_makes_all_exchange_sizes(
-    able: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(host_state, "is_compiled", lambda device: True)
-    monkeypatch.setattr(host_state, "on_every_rank", lambda own, device, group: own and able)
-    config = SparseConfig.from_overrides(scheme="direct")
-    assert with_agreed_capacity(config, GPU).scheme.capacity == ("auto" if able else None)
-    assert ("exchange message sizes" in caplog.text) != able
-    with_engine = SparseConfig.from_overrides(scheme="direct", nccl_engine=True)
-    if able:
-        assert with_agreed_capacity(with_engine, GPU) is with_engine
-    else:
-        with pytest.raises(ConfigError, match="messages of unknown size"):
-            with_agreed_capacity(with_engine, GPU)
-
-
-def test_only_auto_on_a_gpu_asks_the_other_ranks() -> None:
-    for config, device in (
-        (SparseConfig(), CPU),
-        (SparseConfig.from_overrides(capacity=None), GPU),
-        (SparseConfig.from_overrides(capacity=1.5), GPU),
-    ):
-        assert with_agreed_capacity(config, device) is config

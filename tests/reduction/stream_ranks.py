@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.reduction.host_state import with_agreed_capacity
+from megatron_sparse.reduction.host_state import check_kernels_of_all
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
@@ -32,7 +32,7 @@ def main() -> None:
     config = at_target(density=0.05, leak=1.0, scheme="direct", nccl_engine=engine, timeout_s=60.0)
     world = dist.group.WORLD
     assert world is not None, "just made"
-    config = with_agreed_capacity(config, device)
+    check_kernels_of_all(device)
     transport = ProcessGroupTransport(world, 60.0, device, nccl_engine=config.scheme.nccl_engine)
     progress = progress_on(device, 60.0)
     reducer = reducer_of(config, Groups(transport), progress=progress, is_reported=False)

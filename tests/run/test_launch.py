@@ -174,8 +174,6 @@ def test_the_summary_says_that_minutes_of_compiling_come(made, monkeypatch):
     run, folder = made(CUDA), Path("runs/mine")
     monkeypatch.setattr(cuda_ext, "compiles_first", lambda *parts: f"compiles {'+'.join(parts)}")
     assert "\n  compiles cpu+cuda\n" in preparation.describe(run, folder)
-    monkeypatch.setenv("MEGATRON_SPARSE_CODEC", "torch")
-    assert "\n  compiles cpu\n" in preparation.describe(run, folder)
     assert "compiles" not in preparation.describe(made(CUDA, "plugin=false"), folder)
     monkeypatch.setattr(cuda_ext, "compiles_first", lambda *parts: "")
     assert preparation.describe(run, folder).count("\n") == 3

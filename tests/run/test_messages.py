@@ -102,5 +102,3 @@ def test_output_on_a_full_disk_is_one_error():
         )
     assert done.returncode == StorageError.exit_code
     assert done.stderr == "error: the disk that the output is written to is full\n"
-
-

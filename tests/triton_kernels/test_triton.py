@@ -1,10 +1,9 @@
-"""Triton's kernels without a GPU: right in the interpreter, and compiled for GPUs."""
+"""Triton's kernel without a GPU: right in the interpreter, and compiled for GPUs."""
 
 import sys
 from typing import Any
 
 import pytest
-import torch
 
 from tests.programs import ended, with_variables
 
@@ -14,12 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression import selection
-from megatron_sparse.compression.selection import range_limits
-from megatron_sparse.config.compression import CompressionConfig
-from megatron_sparse.cuda_ext import ops, threshold_triton
-from megatron_sparse.triton_kernels import prune, threshold
+from megatron_sparse.triton_kernels import prune
 
 ARCHS = (80, 90, 100)
 RAW = {0: "*i32", 1: "*i16", 2: "*i16"}
@@ -57,13 +51,13 @@ def compiled_ptx(
     return ptx
 
 
-def test_equal_oracles_and_cpu_codec_in_the_interpreter() -> None:
+def test_equals_the_oracle_in_the_interpreter() -> None:
     """In a process of its own: Triton reads the variable when it is imported."""
     command = [sys.executable, "-m", "tests.triton_kernels.interpreted"]
     variables = with_variables(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     done = ended(command, 200, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "108 prunings and 30 samplings are equal\n"
+    assert done.stdout == "108 prunings are equal\n"
 
 
 CASES = [
@@ -117,54 +111,3 @@ def test_pruning_compiles(grad, residual, wire, stochastic, numel_type, arch):
     # Offsets of elements are 64 bits wide.
     assert "ld.global" in ptx
     assert ".v4.b32" in ptx or ".v2.b32" in ptx, "loads are not vectorised"
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("grad", "residual"), [(0, -1), (0, 1), (1, 0), (2, 2)])
-def test_sampling_compiles(arch: int, grad: int, residual: int) -> None:
-    signature = {
-        "grad": RAW[grad],
-        "residual": RAW[max(residual, 0)],
-        "plan": "*i64",
-        "magnitudes": "*i32",
-        "blocks": "i32",
-    }
-    constants = {"GRAD": grad, "RESIDUAL": residual, "BLOCK": threshold.SAMPLE_BLOCK}
-    ptx = compiled_ptx(threshold._sample_kernel, signature, constants, arch)
-    assert "mul.lo.s64" in ptx or "mad.lo.s64" in ptx, "positions are 64 bits wide"
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_selecting_compiles(arch: int) -> None:
-    signature = {
-        "plan": "*i64",
-        "magnitudes": "*i32",
-        "thresholds": "*fp32",
-        "chances": "*fp32",
-        "ties": "*i64",
-    }
-    constants = {"BLOCK": threshold.SELECT_BLOCK}
-    ptx = compiled_ptx(threshold._select_kernel, signature, constants, arch, num_warps=8)
-    assert "div.rn.f64" in ptx, "chances are rounded as the CPU rounds them"
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_selection_takes_triton_where_the_library_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
-    taken = []
-
-    def note(name: str):
-        return lambda *arguments: taken.append(name) or ops_sample(*arguments)
-
-    ops_sample = ops.sample_threshold
-    monkeypatch.setattr(ops, "sample_threshold", note("compiled"))
-    monkeypatch.setattr(threshold_triton, "sample_threshold", note("Triton"))
-    monkeypatch.setattr(selection, "is_compiled", lambda device: compiled)
-    bucket = Bucket(
-        "b", torch.randn(100), [ParameterSlice("w", 0, 100)], CollectiveOp.ALL_REDUCE, 1
-    )
-    range_limits(
-        bucket, bucket.layout(False), torch.zeros(100), 0.1, 0, CompressionConfig(samples=10)
-    )
-    assert taken == ["compiled" if compiled else "Triton"]

@@ -71,7 +71,7 @@ class CodecSweep(Sizes):
         metavar="OP,...",
         among=OPS,
     )
-    peers: bool = option(True, "Time the same in torch and Triton too.", flag="--peers/--no-peers")
+    peers: bool = option(True, "Time the same in torch too.", flag="--peers/--no-peers")
     device: str = device_option()
 
 

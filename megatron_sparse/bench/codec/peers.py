@@ -1,22 +1,13 @@
-"""Peers of `bench codecs`: the same operation in torch, and selection in Triton.
+"""Peers of `bench codecs`: the same operation in torch.
 
-Each function returns the peers of one operation, by name. Triton's kernels select where the
-compiled library is not there: `Triton prune_` with the same threshold, and `Triton selection`,
-which samples the threshold too. No peer writes a record.
+Each function returns the peers of one operation, by name. No peer writes a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
-from megatron_sparse.bench.codec.frame import CPU, KEY, Case, differing
 from megatron_sparse.bench.table import Action
-from megatron_sparse.config.compression import CompressionConfig
-from megatron_sparse.cuda_ext import ops, threshold_triton
-from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 
 
 def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
@@ -63,50 +54,3 @@ def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
     index_K = pruned_N.nonzero().squeeze(1)
     values_K = pruned_N[index_K].float()
     return {"torch index_add_": lambda: acc_N.index_add_(0, index_K, values_K)}
-
-
-def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
-    """Triton's selections without a record, as peers of `prune_encode`.
-
-    Each works on copies, which pruning again does not change.
-    """
-    pruned_N, selected_N = grad_N.clone(), grad_N.clone()
-    pruned_rest_N, selected_rest_N = torch.zeros(2, case.numel, device=case.device)
-    threshold_R = torch.tensor([case.threshold]).to(case.device)
-    one_range = torch.tensor([0, case.numel])
-    pruning = Pruning(pruned_rest_N, one_range, threshold_R, leak=0.0, key=KEY)
-    sample = threshold_triton.sample_threshold
-    return {
-        "Triton prune_": lambda: ops.prune_(pruned_N, pruning, case.code),
-        "Triton selection": lambda: _select(sample, case, selected_N, selected_rest_N),
-    }
-
-
-def wrong_triton(case: Case) -> int:
-    """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
-    grad_N = replace(case, device=CPU).gradient()
-    samplers = (ops.sample_threshold, threshold_triton.sample_threshold)
-    results = []
-    for device, sample in zip((CPU, case.device), samplers, strict=True):
-        sent_N, residual_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
-        _select(sample, case, sent_N, residual_N)
-        results.append((sent_N, residual_N))
-    (expected_N, expected_residual_N), (sent_N, residual_N) = results
-    return differing(sent_N, expected_N) + differing(residual_N, expected_residual_N)
-
-
-def _select(
-    sample: Callable[..., Limits], case: Case, grad_N: torch.Tensor, residual_N: torch.Tensor
-) -> None:
-    """Samples a threshold for the whole gradient and prunes by it; changes gradient and residual.
-
-    `sample` is the `sample_threshold` of `ops` or of Triton.
-    """
-    one_range, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
-    samples, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
-    limits = sample(grad_N, residual_N, one_range, densities_R, samples, keys_R)
-    chances_R = limits.tie_chances
-    pruning = Pruning(
-        residual_N, one_range, limits.thresholds, leak=0.5, key=KEY, tie_chances_R=chances_R
-    )
-    ops.prune_(grad_N, pruning, case.code)

@@ -116,8 +116,6 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     others: dict[str, Action] = {}
     if with_peers:
         others = peers.prune_encode(grad_N, case.threshold)
-        if case.device.type == "cuda":
-            others |= peers.triton(case, grad_N)
     moved_bytes = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
     yield Task("prune_encode", codec.record_name(), moved_bytes, wrong, prune_encode, others)
 
@@ -189,10 +187,7 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 
 
 def wrong_bytes(case: Case) -> int:
-    """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient.
-
-    On a GPU those of Triton's kernels count too.
-    """
+    """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient."""
     case = case.of_numel(ORACLE_NUMEL + 17)  # the last tile is not full
     host, codec = Codec(replace(case, device=CPU)), Codec(case)  # the oracles run on the CPU
     grad_N = host.case.gradient()
@@ -201,8 +196,6 @@ def wrong_bytes(case: Case) -> int:
     wrong += _wrong_record(codec, grad_N, record, residual_N)
     if not codec.is_rice:
         wrong += _wrong_record(codec, grad_N, record, residual_N, in_two_passes=True)
-    if case.device.type == "cuda":
-        wrong += peers.wrong_triton(case)
     return wrong
 
 

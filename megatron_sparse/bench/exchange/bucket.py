@@ -5,7 +5,6 @@ work, by the path that training takes (`GradientReducer` with residual, sampled 
 feedback and progress thread). Each row is checked on small integers first; a wrong one is not
 timed. The columns:
 
-- `codec`: that made the messages, see `formats.codec_choice`; `torch` exchanges their sizes.
 - `floor`: a copy that moves 16 bytes an element: gradient and residual are read, residual and sum
   are written. Nothing that holds a residual can move less.
 - `host`: what the calls that start the bucket and await it take the training thread.
@@ -35,7 +34,6 @@ from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.table import copy_action, local
-from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.run.rows import CellRow, cell, optional
 
@@ -52,7 +50,6 @@ class BucketRow(CellRow):
 
     bytes: int = cell("of the gradient", ">12 size(B)")
     scheme: str = cell("that carried it", ">10")
-    codec: str = cell("that made the messages: `cuda` or `torch` on a GPU, else `cpu`", ">6")
     queues: int | None = cell(
         "hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set", ">6"
     )
@@ -78,7 +75,7 @@ class BucketRow(CellRow):
         """The share of the shorter of `time_us` and `busy_us` that costs no time beside the other.
 
         Example:
-            >>> row = BucketRow(bytes=4, scheme="direct", codec="cpu", queues=None, wrong=0)
+            >>> row = BucketRow(bytes=4, scheme="direct", queues=None, wrong=0)
             >>> row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
             >>> row.hidden
             0.6
@@ -97,17 +94,13 @@ class BucketBench(CollectiveBench):
     """
 
     def __init__(self, sweep: BucketSweep) -> None:
-        # The codec `torch` exchanges sizes: it has no slots, so neither capacity nor NCCL engine.
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        has_slots = is_compiled(device)
-        self._codec = device.type if has_slots else "torch"
         cases = CollectiveSweep(
             min_bytes=sweep.min_bytes,
             max_bytes=sweep.max_bytes,
             densities=(sweep.density,),
             schemes=sweep.schemes,
-            capacity=sweep.capacity if has_slots else None,
-            nccl_engine=sweep.nccl_engine and has_slots,
+            capacity=sweep.capacity,
+            nccl_engine=sweep.nccl_engine,
             warmup=sweep.warmup,
             iters=sweep.iters,
         )
@@ -121,7 +114,6 @@ class BucketBench(CollectiveBench):
             row = BucketRow(
                 bytes=case.nbytes,
                 scheme=carried_by,
-                codec=self._codec,
                 queues=None if queues is None else int(queues),
                 wrong=wrong,
             )
