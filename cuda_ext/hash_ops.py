@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, refusal
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat
 
 BITMAP_FIELDS = ("", "nnz", "bitmap")
 """The field codes of a bitmap's status (`csrc/hash_launch.h`); "" is for one that fits."""
-_INDEX_SET = 3
-_PERMUTE, _UNPERMUTE, _PARTITION, _GENERAL = range(4)  # `HashMap` of csrc/hash_launch.h
+_PERMUTE, _UNPERMUTE, _PARTITION = range(3)  # `HashMap` of csrc/hash_launch.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,13 @@ class BitmapPlace(NamedTuple):
         partition: whose bitmap it is.
         partitions: how many there are.
         seed: of the permutation.
-        index_set_P: int32 ascending elements of the partition; None for the permutation.
+        permuted: False: the positions are the elements, of the only partition.
     """
 
     partition: int
     partitions: int
     seed: int
-    index_set_P: torch.Tensor | None
+    permuted: bool = True
 
 
 def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -76,23 +75,19 @@ def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     return call("hash_map", positions_K, numel, 1, seed, _UNPERMUTE)
 
 
-def partition_of(
-    elements_K: torch.Tensor, numel: int, partitions: int, seed: int, *, general: bool
-) -> torch.Tensor:
-    """The partition of each element.
+def partition_of(elements_K: torch.Tensor, numel: int, partitions: int, seed: int) -> torch.Tensor:
+    """The partition of each element: equal blocks of the permutation.
 
     Args:
         elements_K: int64, in [0, numel).
         numel: below 2^31.
         partitions: 1 to 2^16.
         seed: the same on all ranks.
-        general: False for equal blocks of the permutation, True for the paper's general hash.
 
     Returns:
         int64, in [0, partitions).
     """
-    way = _GENERAL if general else _PARTITION
-    return call("hash_map", elements_K, numel, partitions, seed, way)
+    return call("hash_map", elements_K, numel, partitions, seed, _PARTITION)
 
 
 def hierarchical_hash(
@@ -205,9 +200,6 @@ def bitmap_add_(
         "" or the name of the field that is wrong; and what it was instead: the number of set bits
         for `nnz`, the partition's size for a bit beyond it in `bitmap`.
     """
-    op = "hash_bitmap_add_"
-    code, found = call(op, acc_M, words, values, value_dtype, nnz, *place).tolist()
-    if code == _INDEX_SET:  # on CUDA; the CPU's check refuses it before
-        what = f"index_set is wrong at position {found}"
-        raise refusal(op, what, f"ascending elements below {acc_M.numel()}", "others")
+    status = call("hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, *place)
+    code, found = status.tolist()
     return BITMAP_FIELDS[code], found

@@ -1,7 +1,7 @@
 // The hash bitmap on the CPU (ZEN, Algorithm 2): marks the non-zero positions of a partition.
 //
 // Bit r of 64-bit word w stands for position 64 w + r of the partition; its element follows from
-// the permutation's inverse or, in the paper's way, from the partition's sorted index set. Bitmaps
+// the permutation's inverse, or is the position where partitions are summed by position. Bitmaps
 // come from peers, so they are counted and compared before anything is written.
 #include <torch/csrc/stable/library.h>
 
@@ -50,30 +50,17 @@ Tensor hash_bitmap_pack_cpu(const Tensor& values, const Tensor& words, const Ten
   return result_of(values, {pack(check_bitmap_pack(values, words, packed))});
 }
 
-void check_index_set(const BitmapArguments& call) {
-  const int64_t bad = first_bad(call.positions, kHashChunk, [&](int64_t i) {
-    return call.set[i] < (i == 0 ? 0 : call.set[i - 1] + 1) || call.set[i] >= call.numel;
-  });
-  MS_CHECK(bad == call.positions, "hash_bitmap_add_: index_set is wrong at position " << bad,
-           "ascending elements from 0 to " << call.numel - 1, call.set[bad]);
-}
-
 // The elements of the set bits of words [begin, end), in position order, into `out` (room for
 // kChunkPositions); returns their number.
 int64_t elements_of_words(const BitmapArguments& call, const Permutation& permutation,
                           const uint8_t* words, int64_t begin, int64_t end, uint32_t* out) {
-  const int64_t base = call.set == nullptr ? call.first : 0;
   int64_t count = 0;
   for (int64_t w = begin; w < end; ++w) {
     for (uint64_t word = read_at<uint64_t>(words, w); word != 0; word &= word - 1) {
-      out[count++] = static_cast<uint32_t>(base + 64 * w + __builtin_ctzll(word));
+      out[count++] = static_cast<uint32_t>(call.first + 64 * w + __builtin_ctzll(word));
     }
   }
-  if (call.set == nullptr) {
-    kernels().unpermute(permutation, out, count);
-  } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(call.set[out[i]]);
-  }
+  if (call.permuted) kernels().unpermute(permutation, out, count);
   return count;
 }
 
@@ -108,10 +95,9 @@ Counted count_bits(const uint8_t* words, int64_t positions, int64_t nnz) {
 
 Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor& values,
                            int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
-                           int64_t seed, std::optional<Tensor> index_set) {
+                           int64_t seed, bool permuted) {
   const BitmapArguments call = check_bitmap_add(acc, words, values, value_dtype, nnz, partition,
-                                                partitions, seed, index_set);
-  if (call.set != nullptr) check_index_set(call);
+                                                partitions, seed, permuted);
   const Permutation permutation = make_permutation(call.numel, static_cast<uint64_t>(seed));
   const uint8_t* bits = reinterpret_cast<const uint8_t*>(call.words);  // of any alignment
   const Counted counted = count_bits(bits, call.positions, nnz);
@@ -136,7 +122,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def("hash_bitmap_pack(Tensor values, Tensor(a!) words, Tensor(b!) packed) -> Tensor");
   m.def(
       "hash_bitmap_add_(Tensor(a!) acc, Tensor words, Tensor values, int value_dtype, int nnz, "
-      "int partition, int partitions, int seed, Tensor? index_set) -> Tensor");
+      "int partition, int partitions, int seed, bool permuted) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {

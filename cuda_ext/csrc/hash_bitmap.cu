@@ -2,9 +2,9 @@
 //
 // Packing is one launch: a block takes tiles of 4096 positions by ticket, holds them in registers,
 // writes their bits, and stores the non-zero values at the place that decoupled look-back finds.
-// Adding takes two launches, and one more to check an index set: the bits of all tiles are counted
-// and compared with what is expected, then each warp takes a tile, and each lane the bits of four
-// words: the element of a set bit follows from the permutation's inverse or from the index set.
+// Adding takes two launches: the bits of all tiles are counted and compared with what is expected,
+// then each warp takes a tile, and each lane the bits of four words: the element of a set bit
+// follows from the permutation's inverse, or is its position.
 // Positions have different elements, so there are no atomics and the sums do not depend on the
 // schedule.
 //
@@ -35,9 +35,7 @@ MS_INLINE int64_t bitmap_tiles(int64_t positions) {
 struct BitmapWorkspace {
   ScanState* states;  // zeroed, one for each tile
   unsigned* ticket;   // zeroed
-  // Zeroed; the distance of an error from the end: 0 is no error, the largest is the first one.
-  unsigned long long* stray_bits;
-  unsigned long long* wrong_set;
+  unsigned* stray_bits;  // zeroed; 1 if a bit is behind the last position
   int64_t zeroed_bytes;
   int64_t bytes;
 };
@@ -47,8 +45,7 @@ BitmapWorkspace lay_out_bitmap(void* base, int64_t positions) {
   BitmapWorkspace w = {};
   w.states = memory.take<ScanState>(bitmap_tiles(positions));
   w.ticket = memory.take<unsigned>(1);
-  w.stray_bits = memory.take<unsigned long long>(1);
-  w.wrong_set = memory.take<unsigned long long>(1);
+  w.stray_bits = memory.take<unsigned>(1);
   w.zeroed_bytes = w.bytes = memory.used();
   return w;
 }
@@ -127,18 +124,7 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
     for (int k = 0; k < kLaneWords; ++k) {
       const int64_t inside = left - 32 * k;
       const bool stray = inside < 32 && (inside <= 0 ? words[k] : words[k] >> inside) != 0;
-      if (stray) atomicMax(work.stray_bits, 1ull);
-    }
-  }
-}
-
-// An index set ascends inside the segment.
-__global__ void __launch_bounds__(kBitmapThreads, 4)
-    bitmap_set_kernel(BitmapArguments call, BitmapWorkspace work) {
-  for (int64_t i = first_item(); i < call.positions; i += item_stride()) {
-    const int64_t element = call.set[i], before = i == 0 ? -1 : call.set[i - 1];
-    if (element <= before || element >= call.numel) {
-      atomicMax(work.wrong_set, static_cast<unsigned long long>(call.positions - i));
+      if (stray) atomicMax(work.stray_bits, 1u);
     }
   }
 }
@@ -148,10 +134,7 @@ __device__ __forceinline__ bool bitmap_fits(const BitmapArguments& call,
                                             const BitmapWorkspace& work, int64_t tiles) {
   const int64_t counted = prefix_after(work.states, tiles - 1);
   int64_t field = kFits, found = counted;
-  if (*work.wrong_set != 0) {
-    field = kFieldIndexSet;
-    found = call.positions - static_cast<int64_t>(*work.wrong_set);
-  } else if (*work.stray_bits != 0) {
+  if (*work.stray_bits != 0) {
     field = kFieldBitmap;
     found = call.positions;
   } else if (counted != call.nnz) {
@@ -181,28 +164,15 @@ __global__ void __launch_bounds__(kBitmapThreads, 4)
     for (int k = 0; k < kLaneWords; ++k) {
       for (uint32_t left = words[k]; left != 0; left &= left - 1) {
         const int64_t position = first + 32 * k + __ffs(static_cast<int>(left)) - 1;
-        const int64_t element =
-            call.set != nullptr
-                ? call.set[position]
-                : unpermute_walk(
-                      permutation,
-                      unpermute_turn(permutation, static_cast<uint32_t>(call.first + position)));
+        int64_t element = position;
+        if (call.permuted) {
+          const uint32_t permuted = static_cast<uint32_t>(call.first + position);
+          element = unpermute_walk(permutation, unpermute_turn(permutation, permuted));
+        }
         call.acc[element] += widen<ScalarLanes, VALUE>(values[rank++]);
       }
     }
   }
-}
-
-// Clears the workspace and launches the checks.
-void launch_checks(const BitmapArguments& call, const BitmapWorkspace& work, cudaStream_t stream) {
-  cudaMemsetAsync(work.states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
-  if (call.positions == 0) return;
-  const cudaLaunchConfig_t warps =
-      grid_of_items(bitmap_tiles(call.positions) * 32, kBitmapThreads, stream);
-  cudaLaunchKernelEx(&warps, bitmap_count_kernel, call, work);
-  if (call.set == nullptr) return;
-  const cudaLaunchConfig_t items = grid_of_items(call.positions, kBitmapThreads, stream);
-  cudaLaunchKernelEx(&items, bitmap_set_kernel, call, work);
 }
 
 }  // namespace
@@ -228,12 +198,13 @@ void launch_hash_bitmap_pack(const BitmapPackArguments& call, void* stream_point
 void launch_hash_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
-  launch_checks(call, work, stream);
+  cudaMemsetAsync(work.states, 0, static_cast<size_t>(work.zeroed_bytes), stream);
   const Permutation permutation = make_permutation(call.numel, static_cast<uint64_t>(call.seed));
   // At least one block, to write the status.
   const int64_t tiles = bitmap_tiles(call.positions);
   const cudaLaunchConfig_t all =
       grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);
+  if (tiles > 0) cudaLaunchKernelEx(&all, bitmap_count_kernel, call, work);
   with_constant<kFp32, kBf16, kFp16>(call.value_dtype, [&](auto value) {
     cudaLaunchKernelEx(&all, bitmap_add_kernel<value.value>, call, work, permutation);
   });

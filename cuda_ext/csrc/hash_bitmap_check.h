@@ -1,8 +1,6 @@
 // The arguments of the hash bitmap's ops on either device, and the checks that read no content.
 #pragma once
 
-#include <optional>
-
 #include "hash_check.h"
 
 namespace megatron_sparse {
@@ -30,7 +28,7 @@ inline BitmapPackArguments check_bitmap_pack(const Tensor& values, const Tensor&
 inline BitmapArguments check_bitmap_add(const Tensor& acc, const Tensor& words,
                                         const Tensor& values, int64_t value_dtype, int64_t nnz,
                                         int64_t partition, int64_t partitions, int64_t seed,
-                                        const std::optional<Tensor>& index_set) {
+                                        bool permuted) {
   check_vector(acc, "hash_bitmap_add_: acc", ScalarType::Float, -1);
   BitmapArguments call = {};
   call.numel = acc.numel();
@@ -39,11 +37,7 @@ inline BitmapArguments check_bitmap_add(const Tensor& acc, const Tensor& words,
            "0 to " << partitions - 1, partition);
   call.first = partition_begin(call.numel, partitions, partition);
   call.positions = partition_begin(call.numel, partitions, partition + 1) - call.first;
-  if (index_set.has_value()) {
-    check_vector(*index_set, "hash_bitmap_add_: index_set", ScalarType::Int, -1, acc);
-    call.set = static_cast<const int32_t*>(index_set->const_data_ptr());
-    call.positions = index_set->numel();
-  }
+  call.permuted = permuted;
   check_vector(words, "hash_bitmap_add_: words", ScalarType::Byte, 8 * ((call.positions + 63) / 64),
                acc);
   MS_CHECK(nnz >= 0 && nnz <= call.positions, "hash_bitmap_add_: nnz is out of range",

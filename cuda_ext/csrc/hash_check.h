@@ -20,8 +20,8 @@ inline void check_hash(int64_t numel, int64_t partitions, const char* op) {
 }
 
 inline HashMap check_map(int64_t map) {
-  MS_CHECK(map >= 0 && map <= static_cast<int64_t>(HashMap::kGeneral), "hash_map: map is unknown",
-           "0 to 3", map);
+  MS_CHECK(map >= 0 && map <= static_cast<int64_t>(HashMap::kPartition), "hash_map: map is unknown",
+           "0 to 2", map);
   return static_cast<HashMap>(map);
 }
 

@@ -13,14 +13,14 @@ inline constexpr int64_t kNothingFound = -1;
 
 // ---- hash_partition.cu: the partition hash of many entries ----
 
-enum class HashMap : int { kPermute, kUnpermute, kPartition, kGeneral };  // hash_ops.py repeats it
+enum class HashMap : int { kPermute, kUnpermute, kPartition };  // hash_ops.py repeats it
 
 struct HashMapArguments {
   HashMap map;
   const int64_t* entries;  // [count], in [0, numel)
   int64_t count;
   int64_t numel;
-  int64_t partitions;  // of kPartition and kGeneral
+  int64_t partitions;  // of kPartition
   int64_t seed;
   int64_t* out;     // [count], written
   int64_t* status;  // [1], written: the first entry that is out of range
@@ -68,9 +68,9 @@ struct BitmapArguments {
   int64_t positions;
   int64_t nnz;            // how many bits must be set
   int64_t numel;          // of the segment
+  bool permuted;          // else an element is its position: one partition in its own order
   int64_t first;          // permuted position of the partition's first element
   int64_t seed;           // of the permutation
-  const int32_t* set;     // [positions] ascending elements in place of the permutation, or null
   const uint8_t* values;  // [nnz], of value_dtype; aligned for them
   int value_dtype;
   float* acc;       // [numel]
@@ -78,9 +78,8 @@ struct BitmapArguments {
   void* workspace;
 };
 
-// The fields that a status names; hash_bitmap.cpp uses the first three, cuda_ext/hash_ops.py
-// repeats them.
-enum BitmapField : int64_t { kFits = 0, kFieldNnz = 1, kFieldBitmap = 2, kFieldIndexSet = 3 };
+// The fields that a status names; cuda_ext/hash_ops.py repeats them.
+enum BitmapField : int64_t { kFits = 0, kFieldNnz = 1, kFieldBitmap = 2 };
 
 int64_t bitmap_workspace_bytes(int64_t positions);
 

@@ -12,16 +12,11 @@ Tensor hash_map_cpu(const Tensor& entries, int64_t numel, int64_t partitions, in
   const HashMap map = check_map(code);
   check_hash(numel, partitions, "hash_map");
   const int64_t* in = check_entries(entries, entries_of_map(map), numel);
-  const uint64_t key = static_cast<uint64_t>(seed);
-  const Permutation permutation = make_permutation(numel, key);
-  const HashSeed words = hash_seed(key, kDrawGeneral);
+  const Permutation permutation = make_permutation(numel, static_cast<uint64_t>(seed));
   const Kernels& kernel = kernels();
   Tensor result = torch::stable::new_empty(entries, {entries.numel()});
   int64_t* out = static_cast<int64_t*>(result.mutable_data_ptr());
   const auto finish = [&](uint32_t x) -> int64_t {
-    if (map == HashMap::kGeneral) {
-      return general_partition(words, static_cast<uint32_t>(partitions), x);
-    }
     return map == HashMap::kPartition ? partition_at(numel, partitions, x) : int64_t{x};
   };
   for_each_chunk(entries.numel(), kHashChunk, [&](int64_t, int64_t begin, int64_t end) {
@@ -32,7 +27,7 @@ Tensor hash_map_cpu(const Tensor& entries, int64_t numel, int64_t partitions, in
       for (int64_t i = 0; i < count; ++i) x[i] = static_cast<uint32_t>(in[at + i]);
       if (map == HashMap::kUnpermute) {
         kernel.unpermute(permutation, x, count);
-      } else if (map != HashMap::kGeneral) {
+      } else {
         kernel.permute(permutation, x, count);
       }
       for (int64_t i = 0; i < count; ++i) out[at + i] = finish(x[i]);

@@ -1,23 +1,21 @@
 // h0 of ZEN (Algorithm 1): maps an element of a segment to one of n partitions.
 //
-// Two hashes, both a pure function of (seed, element), so all ranks agree without communication:
+// A pure function of (seed, element), so all ranks agree without communication: a keyed bijection
+// of [0, numel). Partition p is the p-th of n equal blocks of permuted positions, so (element) <->
+// (partition, position) costs O(1) memory both ways. The paper's general hash would need the sorted
+// elements of each partition, 4 bytes for each element of the segment.
 //
-//   permutation (ours): a keyed bijection of [0, numel). Partition p is the p-th of n equal blocks
-//     of permuted positions, so (element) <-> (partition, position) costs O(1) memory both ways.
-//     On b bits, 2^b the least power of two >= max(numel, 2), four rounds of
-//         x = ((x ^ key_r) * multiplier_r) mod 2^b;   x ^= x >> ceil(b / 2)
-//     each invertible: the multiplier is odd, and a shift by half the bits undoes itself. A
-//     result of numel or above takes another turn (cycle walking; at most half of the 2^b values
-//     do, so less than one extra turn each on average). Multiplying by a random odd number and
-//     taking the upper bits is the universal hash of Dietzfelbinger et al. (1997).
-//     key_r and multiplier_r are the two words of hash_seed(seed, kDrawRound + r), the second | 1.
-//     Three rounds are too few: strides of powers of two then exceed Theorem 2's bound more often
-//     than random mappings; with four, chi-squared over partitions is theirs.
+// On b bits, 2^b the least power of two >= max(numel, 2), four rounds of
+//     x = ((x ^ key_r) * multiplier_r) mod 2^b;   x ^= x >> ceil(b / 2)
+// each invertible: the multiplier is odd, and a shift by half the bits undoes itself. A result of
+// numel or above takes another turn (cycle walking; at most half of the 2^b values do, so less than
+// one extra turn each on average). Multiplying by a random odd number and taking the upper bits is
+// the universal hash of Dietzfelbinger et al. (1997). key_r and multiplier_r are the two words of
+// hash_seed(seed, kDrawRound + r), the second | 1. Three rounds are too few: strides of powers of
+// two then exceed Theorem 2's bound more often than random mappings; with four, chi-squared over
+// partitions is theirs.
 //
-//   general (the paper's): murmur3's finaliser, scaled to [0, n). It has no inverse, so the
-//     sorted elements of each partition are kept: 4 bytes for each element of the segment.
-//
-// megatron_sparse/reference/hash_partition.py repeats both.
+// megatron_sparse/reference/hash_partition.py repeats it.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +25,8 @@
 namespace megatron_sparse {
 
 // Draws of the counter hash, away from those of counter_hash.h.
-inline constexpr uint64_t kDrawRound = 16;    // and the three after it
-inline constexpr uint64_t kDrawGeneral = 24;  // the paper's h0
-inline constexpr uint64_t kDrawSlot = 32;     // h_1 and those after it
+inline constexpr uint64_t kDrawRound = 16;  // and the three after it
+inline constexpr uint64_t kDrawSlot = 32;   // h_1 and those after it
 
 inline constexpr int kPermutationRounds = 4;
 
@@ -108,21 +105,9 @@ MS_INLINE int64_t partition_at(int64_t numel, int64_t partitions, uint32_t posit
   return static_cast<int32_t>(product / static_cast<double>(numel));
 }
 
-MS_INLINE uint32_t murmur_finaliser(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x85ebca6bu;
-  x ^= x >> 13;
-  x *= 0xc2b2ae35u;
-  return x ^ (x >> 16);
-}
-
 // The upper half of a 32-bit hash times `limit`: below `limit`, without a division.
 MS_INLINE uint32_t scale_hash(uint32_t hash, uint32_t limit) {
   return static_cast<uint32_t>((static_cast<uint64_t>(hash) * limit) >> 32);
-}
-
-MS_INLINE uint32_t general_partition(HashSeed seed, uint32_t partitions, uint32_t element) {
-  return scale_hash(murmur_finaliser(element ^ seed.a) ^ seed.b, partitions);
 }
 
 }  // namespace megatron_sparse

@@ -6,7 +6,7 @@ about as many of them, so with M of them the imbalance ratios of Push and Pull (
 1 + O(sqrt(n log n / M)) (theorem 2). With `direct`'s contiguous shards the server of a crowded one
 would be everybody's bottleneck.
 
-Agreement: one all-gather of the collective's identity, hash included, and of every rank's n record
+Agreement: one all-gather of the collective's identity and of every rank's n record
 sizes, 8 (2 + n) bytes a rank.
 Push, n - 1 rounds: a rank cuts what it has selected by partition (Algorithm 1, or a sort) and sends
 each server its pairs of index and value, one peer at a time. The server adds them up in rank order,
@@ -20,7 +20,7 @@ Rank r sends its n - 1 push records, K (4 + b) bytes for K pairs and 80 for head
 There is no reduce-scatter, because its shards are contiguous and these are not. Elements that are
 always sent whole travel among the pairs: 4 bytes more for each.
 
-Deviations: by default h0 is a permutation, which needs no index sets (`scheme.partition_hash`);
+Deviations: h0 is a permutation, which needs no index sets (`formats.hash_partition`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
 dense; h0 is a function of `HASH_SEED`, which all ranks know, instead of seeds that are broadcast.
 On CUDA the host waits for the device at every check.
@@ -29,7 +29,6 @@ On CUDA the host waits for the device at every check.
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import cache
 
 import torch
 
@@ -52,12 +51,7 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
-from megatron_sparse.formats.hash_partition import (
-    HASH_SEED,
-    IndexSetHash,
-    PartitionHash,
-    PermutationHash,
-)
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, entries, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
@@ -81,16 +75,15 @@ def zen(exchange: Exchange, message: Message) -> Steps:
 
     Raises:
         ConfigError: the bucket is too large; before anything is sent.
-        CommunicationError: ranks disagree about the bucket, scheme, hash, dtype or step.
+        CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's record is not what was announced.
     """
     bucket, options, timer = exchange.bucket, exchange.options, exchange.timer
     _check_bucket(bucket)
-    scheme = f"{NAME} {options.partition_hash}"
-    identity = Identity.of_message(scheme, exchange, message)
+    identity = Identity.of_message(NAME, exchange, message)
     group = whole_group(exchange.transport, identity.tag)
     n = group.world_size
-    h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
+    h0 = PermutationHash(bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
     step, checksum = message.step, message.checksum
     # Of each server's partition, which lies all over the bucket: offset 0.
@@ -122,13 +115,7 @@ def _check_bucket(bucket: Bucket) -> None:
         )
 
 
-@cache
-def _partition_hash(kind: str, numel: int, partitions: int, seed: int) -> PartitionHash:
-    """Made once for each size of bucket: index sets take time and memory, and never change."""
-    return {"permutation": PermutationHash, "general": IndexSetHash}[kind](numel, partitions, seed)
-
-
-def _cut(message: Message, h0: PartitionHash, options: SchemeConfig) -> Partitioned:
+def _cut(message: Message, h0: PermutationHash, options: SchemeConfig) -> Partitioned:
     """Cuts a message's pairs by partition: by Algorithm 1, or with no `hash_rounds` by a sort."""
     indices_K, values_K = entries(message)
     if options.hash_rounds == 0:

@@ -47,8 +47,6 @@ class SchemeConfig(Checked):
             bucket whose scheme is one of these, and null elsewhere: on a CPU, and
             with `lossless_patterns`; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
-        partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
-            keeps 4 bytes for each element of a bucket.
         hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
             in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
         ring_intra_density: `adaptive_ring`: density (nnz / numel) from which a partial sum goes
@@ -79,7 +77,6 @@ class SchemeConfig(Checked):
     format: str = choice("auto", MESSAGE_FORMATS)
     capacity: str | int | float | None = number("auto", 0, besides=(None,), low_open=True)
     block_size: int = whole(256, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
-    partition_hash: str = choice("permutation", ("permutation", "general"))
     hash_rounds: int = whole(0, 0, 64)
     ring_intra_density: float | None = number(None, 0)
     ring_inter_density: float | None = number(None, 0)

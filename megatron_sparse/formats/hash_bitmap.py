@@ -6,8 +6,8 @@ P / 8 bytes and the values. So the bitmaps of all n servers together cost numel 
 paper's |G| / 32 fp32 values) for any n; headers and padding add under 112 bytes each. Where the
 values of all positions are not larger, they travel without a bitmap: the dense form.
 
-Layout: docs/wire-format.md. Decoding needs the same partition hash as encoding: `PermutationHash`
-computes the elements, `IndexSetHash` (the paper's way) looks them up.
+Layout: docs/wire-format.md. Decoding needs the same partition hash as encoding: it computes the
+elements, which the paper looks up.
 
 On the CPU or a CUDA device, with the same bytes. On CUDA encoding waits for the device once, for
 nnz, and decoding twice: for the record's head, and for the check of its bitmap.
@@ -93,7 +93,7 @@ def decode_add_(
     if acc_M.numel() != numel:
         raise ExtensionError("acc has the wrong length", expected=numel, got=acc_M.numel())
     head = place.read_head(record, rank, BY_POSITION)
-    add_(acc_M, record, place, rank, head, place.bits(acc_M.device))
+    add_(acc_M, record, place, rank, head, place.bits)
 
 
 def add_(

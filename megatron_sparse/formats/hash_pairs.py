@@ -81,8 +81,7 @@ def accumulate_(
     form, nnz = head = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:
         # Here positions are the elements, as in a segment with one partition and no permutation.
-        positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
-        bits = BitmapPlace(partition=0, partitions=1, seed=0, index_set_P=positions_P)
+        bits = BitmapPlace(partition=0, partitions=1, seed=0, permuted=False)
         hash_bitmap.add_(acc_P, record, place, rank, head, bits)
         return
     if not nnz:

@@ -16,12 +16,14 @@ import torch
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.cuda_ext.checksum_ops import seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
-from megatron_sparse.formats.hash_partition import PartitionHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.header import Header, check_fields, read_head
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
 
 SUB_HEADER_BYTES = 32
 SECTIONS_AT = HEADER_BYTES + SUB_HEADER_BYTES
+HASH = 0
+"""The code of the partition hash, of which there is one."""
 FORM_BITMAP, FORM_DENSE, FORM_PAIRS = range(3)
 FORM_NAMES = ("bitmap", "dense", "pairs")
 BY_POSITION = (FORM_DENSE, FORM_BITMAP)
@@ -48,7 +50,7 @@ class PartitionRecord:
         ExtensionError: there is no such partition.
     """
 
-    partition_hash: PartitionHash
+    partition_hash: PermutationHash
     partition: int
     value_dtype: torch.dtype
     offset: int
@@ -74,11 +76,10 @@ class PartitionRecord:
         """Bytes of the bitmap, not padded."""
         return 8 * -(-self.positions // 64)
 
-    def bits(self, device: torch.device) -> BitmapPlace:
+    @property
+    def bits(self) -> BitmapPlace:
         """Which elements the bits of the record's bitmap stand for."""
-        h0 = self.partition_hash
-        index_set_P = h0.index_set(self.partition, device)
-        return BitmapPlace(self.partition, h0.partitions, h0.seed, index_set_P)
+        return BitmapPlace(self.partition, self.partition_hash.partitions, self.partition_hash.seed)
 
     def section_bytes(self, form: int, nnz: int) -> int:
         """Bytes after the sub-header, padding included.
@@ -123,7 +124,7 @@ class PartitionRecord:
             step=self.step,
         )
         sub_header = _SUB_HEADER.pack(
-            self.partition, h0.partitions, h0.seed, h0.code, form, self.positions
+            self.partition, h0.partitions, h0.seed, HASH, form, self.positions
         )
         head = bytearray(header.pack() + sub_header)
         out[:SECTIONS_AT] = torch.frombuffer(head, dtype=torch.uint8)
@@ -162,7 +163,7 @@ class PartitionRecord:
         if form not in forms:
             known = " or ".join(f"{code} ({FORM_NAMES[code]})" for code in sorted(forms))
             raise wrong_field(rank, "form", known, form)
-        wanted = (self.partition, h0.partitions, h0.seed, h0.code, form, positions)
+        wanted = (self.partition, h0.partitions, h0.seed, HASH, form, positions)
         payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, header.nnz)
         check_fields(
             rank,

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext import hash_ops
-from megatron_sparse.formats.hash_partition import PartitionHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES, pad16
@@ -48,7 +48,7 @@ class Partitioned:
 
 
 def hierarchical_hash(
-    partition_hash: PartitionHash,
+    partition_hash: PermutationHash,
     indices_K: torch.Tensor,
     values_K: torch.Tensor,
     *,
@@ -143,7 +143,7 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split(
-    partition_hash: PartitionHash, indices_K: torch.Tensor, values_K: torch.Tensor
+    partition_hash: PermutationHash, indices_K: torch.Tensor, values_K: torch.Tensor
 ) -> Partitioned:
     """Computes the result of `hierarchical_hash` by a stable partition instead of a hash memory.
 

@@ -13,8 +13,8 @@ from megatron_sparse.wire import FORMAT_HASH_BITMAP
 
 def encode(
     gradient: torch.Tensor,
-    index_set: list[int],
-    hash_fields: tuple[int, int, int, int],
+    elements: list[int],
+    hash_fields: tuple[int, int, int],
     offset: int,
     step: int,
 ) -> bytes:
@@ -24,21 +24,21 @@ def encode(
 
     Args:
         gradient: the whole segment, as in the paper.
-        index_set: elements of the partition.
-        hash_fields: partition, partitions, seed and code of the hash.
+        elements: of the partition.
+        hash_fields: partition, partitions and seed of the hash.
         offset: the segment's first element in the bucket.
         step: the step.
     """
-    values = gradient[torch.tensor(index_set, dtype=torch.int64)]
+    values = gradient[torch.tensor(elements, dtype=torch.int64)]
     nonzero = [position for position, value in enumerate(values.tolist()) if value != 0]
-    bits = bytearray(8 * -(-len(index_set) // 64))  # whole words of 64 bits
+    bits = bytearray(8 * -(-len(elements) // 64))  # whole words of 64 bits
     for position in nonzero:
         bits[position // 8] |= 1 << position % 8
     bitmap = padded(bytes(bits)) + padded(values[nonzero])
     dense = padded(values)
     # The codes of the forms: 0 bitmap, 1 dense.
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
-    sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))
+    sub_header = struct.pack("<IIQIIQ", *hash_fields, 0, form, len(elements))  # hash 0
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
     header = Header(
         format=FORMAT_HASH_BITMAP,

@@ -1,6 +1,6 @@
 """The partition hash and Algorithm 1 in Python integers and lists: the oracles.
 
-`cuda_ext/csrc/hash_partition.h` defines the hashes; this page repeats them.
+`cuda_ext/csrc/hash_partition.h` defines the hash; this page repeats it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import torch
 
 from megatron_sparse.triton_kernels.counter_hash import counter_hash, hash_seed
 
-DRAW_ROUND, DRAW_GENERAL, DRAW_SLOT = 16, 24, 32
+DRAW_ROUND, DRAW_SLOT = 16, 32
 ROUNDS = 4
-_MASK_32 = 2**32 - 1
 
 
 def permute(element: int, numel: int, seed: int) -> int:
@@ -35,21 +34,6 @@ def permute(element: int, numel: int, seed: int) -> int:
 def partition_of(element: int, numel: int, partitions: int, seed: int) -> int:
     """The partition of an element: equal blocks of the permutation."""
     return permute(element, numel, seed) * partitions // numel
-
-
-def general_partition(element: int, partitions: int, seed: int) -> int:
-    """The partition of an element by the paper's general hash.
-
-    murmur3's finaliser mixes the keyed element; its 32 bits are then scaled to the partitions.
-    """
-    low, high = hash_seed(seed, DRAW_GENERAL)
-    x = (element ^ low) & _MASK_32
-    x ^= x >> 16
-    x = x * 0x85EBCA6B & _MASK_32
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & _MASK_32
-    x ^= x >> 16
-    return (x ^ high) * partitions >> 32
 
 
 def hierarchical_hash(

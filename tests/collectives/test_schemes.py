@@ -91,7 +91,6 @@ OTHER = [(name, {"numel": 123}) for name in SPARSE] + [
     for name, key, value in (
         ("adaptive_ring", "ring_gather_density", 0.8),
         ("omnireduce", "block_size", 128),
-        ("zen", "partition_hash", "general"),
     )
 ]
 
@@ -136,7 +135,6 @@ NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
         ({"block_size": 96}, r"scheme\.block_size does not fit"),
         ({"block_size": 32}, r"scheme\.block_size is out of range"),
         ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
-        ({"partition_hash": "murmur"}, r"scheme\.partition_hash is unknown"),
         ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
         ({"ring_gather_density": -0.1}, r"scheme\.ring_gather_density"),
         *(({"capacity": factor}, r"scheme\.capacity") for factor in NO_CAPACITIES),

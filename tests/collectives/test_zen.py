@@ -19,10 +19,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
 from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, run_gradients
 
-HASHES = [
-    dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)
-    for kind, rounds in (("permutation", 3), ("general", 0))
-]
+ROUNDS = [dataclasses.replace(OPTIONS, hash_rounds=rounds) for rounds in (3, 0)]
 
 
 def _skewed(n, numel):
@@ -64,7 +61,7 @@ def _imbalances(scheme, gradients, options):
     return push, n * max(pull) / sum(pull), max(sent_bytes + received) / min(sent_bytes + received)
 
 
-@pytest.mark.parametrize("options", HASHES, ids=lambda options: options.partition_hash)
+@pytest.mark.parametrize("options", ROUNDS, ids=lambda options: str(options.hash_rounds))
 def test_push_and_pull_are_balanced_where_direct_is_not(options):
     """Theorem 2's bound, 1 + Theta(sqrt(n log n / K)).
 

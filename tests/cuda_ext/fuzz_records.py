@@ -32,7 +32,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, quantised
-from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, SECTIONS_AT, PartitionRecord
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -337,8 +337,7 @@ def decode_arguments(rng: random.Random) -> bool:
 
 def _partition(rng: random.Random) -> PartitionRecord:
     numel, partitions = rng.choice(NUMELS), rng.choice((1, 2, 3, 7, 64))
-    kind = rng.choice((PermutationHash, IndexSetHash))
-    h0 = kind(numel, partitions, rng.randrange(2**20))
+    h0 = PermutationHash(numel, partitions, rng.randrange(2**20))
     dtype = rng.choice(list(DTYPES.values()))
     return PartitionRecord(h0, rng.randrange(partitions), dtype, OFFSET, STEP)
 

@@ -14,7 +14,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
-from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -103,16 +103,16 @@ def test_who_expects_a_seal_takes_no_other_record_and_the_other_way_round() -> N
 
 
 def hash_records() -> Iterator[tuple[str, torch.Tensor, Read]]:
-    for h0 in (PermutationHash(1000, 3, 11), IndexSetHash(1000, 3, 11)):
-        place = replace(place_of(h0, 1), checksum=True)
-        add = partial(hash_pairs.accumulate_, torch.zeros(place.positions), place=place, rank=3)
-        for filled in (0.1, 1.0):
-            values_P = cases.pruned_grad(place.positions, filled, torch.float32)
-            record = hash_bitmap.encode(values_P, place)
-            yield f"bitmap {filled}", record, add
-        element = h0.element_at(1, torch.tensor([7]))
-        pairs = hash_pairs.encode(element, torch.ones(1), place)
-        yield "pairs", pairs, add
+    h0 = PermutationHash(1000, 3, 11)
+    place = replace(place_of(h0, 1), checksum=True)
+    add = partial(hash_pairs.accumulate_, torch.zeros(place.positions), place=place, rank=3)
+    for filled in (0.1, 1.0):
+        values_P = cases.pruned_grad(place.positions, filled, torch.float32)
+        record = hash_bitmap.encode(values_P, place)
+        yield f"bitmap {filled}", record, add
+    element = h0.element_at(1, torch.tensor([7]))
+    pairs = hash_pairs.encode(element, torch.ones(1), place)
+    yield "pairs", pairs, add
     part = RowPart(90, 6, "fp32", part=1, parts=3, step=7, checksum=True)
     rows = RowSparse(torch.tensor([1, 4, 88]), torch.randn(3, 6), 90)
     record = torch.zeros(part.record_bytes(3), dtype=torch.uint8)

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.cuda_ext.hash_ops import HashMemory
 from megatron_sparse.errors import ConfigError, ExtensionError
-from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.reference import hash_partition as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
 
-HASHES = (PermutationHash, IndexSetHash)
 SEGMENT_LIMIT = 2**31 - 1
 
 
@@ -57,9 +56,9 @@ def test_permutation_of_the_largest_segments(numel):
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 700), st.integers(1, 130), st.integers(0, 2**63 - 1), st.sampled_from(HASHES))
-def test_elements_and_positions_follow_from_one_another(numel, partitions, seed, kind):
-    h = kind(numel, partitions, seed)
+@given(st.integers(0, 700), st.integers(1, 130), st.integers(0, 2**63 - 1))
+def test_elements_and_positions_follow_from_one_another(numel, partitions, seed):
+    h = PermutationHash(numel, partitions, seed)
     elements = torch.arange(numel)
     partition = h.partition_of(elements)
     sizes = [h.partition_numel(p) for p in range(partitions)]
@@ -69,20 +68,14 @@ def test_elements_and_positions_follow_from_one_another(numel, partitions, seed,
         assert torch.equal(position >= 0, mine)
         assert position[mine].sort().values.tolist() == list(range(sizes[p]))
         assert torch.equal(h.element_at(p, position[mine]), elements[mine])
-    if kind is PermutationHash:
-        assert max(sizes) - min(sizes) <= 1
-        expected = [oracle.partition_of(e, numel, partitions, seed) for e in range(numel)]
-    else:
-        expected = [oracle.general_partition(e, partitions, seed) for e in range(numel)]
-        sets = [h.index_set(p, elements.device) for p in range(partitions)]
-        assert all(bool((each.diff() > 0).all()) for each in sets)
+    assert max(sizes) - min(sizes) <= 1
+    expected = [oracle.partition_of(e, numel, partitions, seed) for e in range(numel)]
     assert partition.tolist() == expected
 
 
-@pytest.mark.parametrize("kind", HASHES)
-def test_seeds_give_different_partitions(kind):
+def test_seeds_give_different_partitions():
     elements = torch.arange(10_000)
-    one, two = (kind(10_000, 16, seed).partition_of(elements) for seed in (0, 1))
+    one, two = (PermutationHash(10_000, 16, seed).partition_of(elements) for seed in (0, 1))
     # Independent hashes agree on 1 in 16: 625 of 10,000, standard deviation 24.
     assert 500 < int((one == two).sum()) < 750
 
@@ -103,8 +96,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("partitions", [2, 3, 8, 16, 64, 128])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kind", HASHES)
-def test_imbalance_stays_within_theorem_2(pattern, partitions, kind):
+def test_imbalance_stays_within_theorem_2(pattern, partitions):
     """The theorem's constant, by Chernoff: sqrt(6), with probability 1 - 1/n for each mapping.
 
     P(load > (1 + d) m / n) <= exp(-d^2 m / 3n); over n partitions that is 1 / n at
@@ -117,10 +109,7 @@ def test_imbalance_stays_within_theorem_2(pattern, partitions, kind):
     bound = 1 + math.sqrt(6 * partitions * math.log(partitions) / count)
     above = 0
     for seed in range(seeds):
-        if kind is IndexSetHash:  # its index sets are not needed to count
-            got = hash_ops.partition_of(indices, numel, partitions, seed, general=True)
-        else:
-            got = kind(numel, partitions, seed).partition_of(indices)
+        got = PermutationHash(numel, partitions, seed).partition_of(indices)
         imbalance = partitions * int(got.bincount().max()) / count
         above += imbalance > bound
     assert above <= seeds / partitions
@@ -209,7 +198,7 @@ H = PermutationHash(10, 3, 0)
     [
         (lambda: PermutationHash(2**31, 3, 0), ConfigError, "numel"),
         (lambda: PermutationHash(10, 0, 0), ConfigError, "partitions"),
-        (lambda: IndexSetHash(10, 2**16 + 1, 0), ConfigError, "partitions"),
+        (lambda: PermutationHash(10, 2**16 + 1, 0), ConfigError, "partitions"),
         (lambda: PermutationHash(10, 3, -1), ConfigError, "seed"),
         (lambda: H.partition_of(torch.tensor([3, 10])), ExtensionError, "position 1"),
         (lambda: H.partition_of(torch.tensor([-1])), ExtensionError, "0 to 9"),

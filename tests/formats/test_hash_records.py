@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import hash_ops
-from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
-from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import FORM_BITMAP, FORM_DENSE, FORM_PAIRS
 from megatron_sparse.reference import hash_bitmap as oracle
 from tests import damage
@@ -22,7 +20,6 @@ from tests.codec import on_threads
 from tests.cuda_ext import cases
 from tests.formats.hash_cases import OFFSET, STEP, H, place_of
 
-HASHES = (PermutationHash, IndexSetHash)
 KINDS = ("zero", "equal", "special", "sparse")
 
 
@@ -64,18 +61,17 @@ def _decoded(record, h, partition):
     st.integers(1, 12),
     st.sampled_from(KINDS),
     st.sampled_from(cases.DTYPES),
-    st.sampled_from(HASHES),
     st.integers(0, 1000),
 )
-def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_kind, seed):
-    h = hash_kind(numel, partitions, seed)
+def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, seed):
+    h = PermutationHash(numel, partitions, seed)
     gradient = _gradient(kind, numel, dtype, seed)
     acc = torch.zeros(numel)
     for p in range(partitions):
-        index_set = _positions(h, p).tolist()
+        elements = _positions(h, p).tolist()
         record = _pull(gradient, h, p)
-        fields = (p, partitions, seed, h.code)
-        expected = oracle.encode(gradient, index_set, fields, offset=OFFSET, step=STEP)
+        fields = (p, partitions, seed)
+        expected = oracle.encode(gradient, elements, fields, offset=OFFSET, step=STEP)
         assert record.numpy().tobytes() == expected
         hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
     # Every element is in one partition, so the whole comes back; -0.0 is a zero that is not sent.
@@ -117,10 +113,9 @@ def test_records_may_lie_anywhere_in_a_buffer():
     st.integers(1, 5),
     st.sampled_from((0.0, 0.01, 0.1, 1.0)),
     st.sampled_from(cases.DTYPES),
-    st.sampled_from(HASHES),
 )
-def test_pushed_values_are_added_by_position(numel, partitions, density, dtype, hash_kind):
-    h = hash_kind(numel, partitions, 7)
+def test_pushed_values_are_added_by_position(numel, partitions, density, dtype):
+    h = PermutationHash(numel, partitions, 7)
     for p in range(partitions):
         indices, values = _entries(h, p, density, dtype)
         place = place_of(h, p, dtype)
@@ -232,9 +227,6 @@ def test_another_record_is_refused():
     _refused(PULLED, PUSHED, ["form"])
     _refused(PULLED, PULLED, ["seed"], PermutationHash(1000, 3, 12))
     _refused(PULLED, PULLED, ["partition"], partition=0)
-    paper = IndexSetHash(1000, 3, 11)
-    same_size = [p for p in range(3) if paper.partition_numel(p) >= 143]
-    _refused(PULLED, PULLED, ["hash", "partition"], paper, same_size[0])
 
 
 def test_arguments_that_do_not_match_are_one_typed_error():
@@ -246,12 +238,3 @@ def test_arguments_that_do_not_match_are_one_typed_error():
     ):
         with pytest.raises(ExtensionError, match=words):
             call(*arguments)
-
-
-def test_an_index_set_that_leads_outside_is_refused():
-    words = torch.tensor([7, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
-    values, acc = torch.zeros(12, dtype=torch.uint8), torch.zeros(10)
-    for bad in ([0, 1, 10], [0, 1, -1], [1, 1, 2]):
-        index_set = torch.tensor(bad, dtype=torch.int32)
-        with pytest.raises(ExtensionError, match="index_set is wrong at position"):
-            hash_ops.bitmap_add_(acc, words, values, 0, 3, BitmapPlace(0, 2, 0, index_set))
