@@ -1,7 +1,7 @@
 """Builds the native libraries: one plain `.so` for the CPU, one for CUDA.
 
     python -m megatron_sparse.cuda_ext.build [--cuda auto|on|off] [--out DIR] [--verbose]
-        [--ptxas | --sanitize]
+        [--sanitize]
 
 `setup.py` runs it when the package is installed; `megatron_sparse.cuda_ext.load` runs it when a
 library is missing or older than its sources. Both libraries use torch's stable ABI and hold no
@@ -202,7 +202,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     return Part("cuda", target, "built", f"{toolkit.nvcc}, {archs}, {seconds:.0f} s")
 
 
-def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
+def compile_report() -> dict[str, list[ptxas.Compiled]]:
     """Compiles all CUDA kernels, keeps nothing, and returns ptxas's report for each source.
 
     Raises:
@@ -211,7 +211,7 @@ def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs = _kernel_jobs(find_cuda(), find_cxx(), Path(folder))
-        reports = compile_all(jobs, verbose)
+        reports = compile_all(jobs, verbose=False)
     return {
         unit: ptxas.read_report(report)
         for unit, report in zip(sources.CUDA_UNITS, reports, strict=True)
@@ -330,19 +330,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=sources.LIBRARIES, metavar="DIR")
     parser.add_argument("--verbose", action="store_true", help="print every command")
     parser.add_argument(
-        "--ptxas",
-        action="store_true",
-        help="only compile the CUDA kernels, and print their registers, shared memory and spills",
-    )
-    parser.add_argument(
         "--sanitize", action="store_true", help="the CPU library for scripts/fuzz.sh; needs --out"
     )
     chosen = parser.parse_args(arguments)
     try:
-        if chosen.ptxas:
-            for unit, kernels in compile_report(chosen.verbose).items():
-                print(*ptxas.table(unit, kernels), sep="\n", flush=True)
-            return 0
         for part in build(
             chosen.cuda, chosen.out.resolve(), verbose=chosen.verbose, sanitize=chosen.sanitize
         ):

@@ -1,7 +1,5 @@
 """ptxas's report on each CUDA kernel: registers, shared memory, spills.
 
-    python -m megatron_sparse.cuda_ext.build --ptxas
-
 The report is a hint at a kernel's speed that needs no GPU: a kernel that spills registers to memory
 is slow, and the registers of a thread decide how many threads are resident.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 from megatron_sparse.errors import ExtensionError
 
@@ -31,17 +28,6 @@ class Compiled:
     registers: int
     shared_bytes: int
     spill_bytes: int
-
-    @property
-    def family(self) -> str:
-        """The function's name and, for compaction, its source's; no other template argument.
-
-        A mangled name has the length before each name, which the patterns skip.
-        """
-        name = re.search(r"\d+([a-z_]+_kernel)", self.kernel)
-        source = re.search(r"\d+([A-Z][a-zA-Z]+Source)", self.kernel)
-        assert name is not None, f"a kernel's name ends in _kernel: {self.kernel}"
-        return name[1] + (f"<{source[1]}>" if source else "")
 
 
 def read_report(report: str) -> list[Compiled]:
@@ -69,22 +55,3 @@ def refuse_spills(kernels: Iterable[Compiled]) -> None:
                 got=f"{kernel.spill_bytes} bytes in {kernel.kernel} for {kernel.arch}",
                 remedy="lower the resident blocks in the kernel's __launch_bounds__",
             )
-
-
-def table(unit: str, kernels: Iterable[Compiled]) -> list[str]:
-    """A line for each family of kernels of one source and each architecture."""
-
-    def key(kernel: Compiled) -> tuple[str, int]:
-        """The family and the number of the architecture, by which lines are grouped and ordered."""
-        return kernel.family, int(kernel.arch[3:])
-
-    lines = []
-    for (family, arch), members in groupby(sorted(kernels, key=key), key):
-        group = list(members)
-        registers = sorted({kernel.registers for kernel in group})
-        lines.append(
-            f"{unit:13} {family:28} sm_{arch:<4} instances {len(group):3}  registers "
-            f"{registers[0]}-{registers[-1]}  shared {max(k.shared_bytes for k in group)} B  "
-            f"spills {sum(k.spill_bytes for k in group)} B"
-        )
-    return lines

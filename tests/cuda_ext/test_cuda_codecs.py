@@ -1,7 +1,6 @@
 """The compiled CUDA library: no spills, few registers, wide loads; its ops, without a GPU.
 
 tests/cuda_emulator tests the results of the ops, emulated and, if there is one, on a GPU.
-`python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/results/gpu.md.
 """
 
 import importlib.util
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext import build, load, ops, ptxas, sources
+from megatron_sparse.cuda_ext import build, load, ops, sources
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec
 from megatron_sparse.errors import DependencyError
 from tests.codec import segments_of
@@ -57,18 +56,6 @@ def test_registers_and_shared_memory() -> None:
             registers, kib = next(most for name, most in LIMITS.items() if name in kernel.kernel)
             assert kernel.registers <= registers, kernel
             assert kernel.shared_bytes <= kib << 10, kernel
-
-
-def test_the_table_has_a_line_for_each_family_and_architecture() -> None:
-    name = "_ZN15megatron_sparse14compact_kernelINS_11PruneSourceILi{}ELi0EEEEEvT_"
-    kernels = [
-        ptxas.Compiled(name.format(dtype), arch, registers, 100 + registers, 0)
-        for dtype, arch, registers in [(0, "sm_90", 60), (1, "sm_90", 64), (0, "sm_100", 62)]
-    ]
-    first, second = ptxas.table("prune_encode", kernels)
-    assert first.split()[:3] == ["prune_encode", "compact_kernel<PruneSource>", "sm_90"]
-    assert "instances   2  registers 60-64  shared 164 B  spills 0 B" in first
-    assert "sm_100" in second
 
 
 def machine_code() -> list[str]:
