@@ -20,7 +20,6 @@ DENSE_SCHEMES = (
     "dense_ring",
     "dense_rhd",
     "dense_allpairs",
-    "dense_broadcast",
     "dense_hierarchical",
     "straggler",
 )

@@ -4,9 +4,10 @@ The registered collectives run on the virtual cluster with all their messages; t
 begins later. As in the paper's section 4.3, time is alpha-beta alone: alpha = 3 us and the GPUs'
 published point-to-point rate; local work takes no time. The paper's figures show this model too.
 
-Schemes that use a straggler have two series: *ideal*, where the delay hides all work that the early
-ranks can do without the straggler, and *no delay*, the worst case. Times count from the last rank's
-arrival.
+StragglAR has two series: *ideal*, where the delay hides all work that the early ranks can do
+without the straggler, and *no delay*, the worst case. Times count from the last rank's arrival.
+
+The paper's appendix F also has a broadcast, which is slower than the ring; it is not here.
 """
 
 from __future__ import annotations
@@ -26,11 +27,8 @@ NAMES = {
     "dense_ring": "ring",
     "dense_rhd": "RHD",
     "dense_allpairs": "MSCCL (all-pairs)",
-    "dense_broadcast": "broadcast",
 }
 """The paper's name of each scheme."""
-AWARE = ("straggler", "dense_broadcast")
-"""Schemes whose time depends on the delay."""
 IDEAL_S = 10.0
 """A delay long enough to hide all other work."""
 POWERS, FAST_POWERS = (4, 8, 16, 32, 64, 128, 256), (4, 8)
@@ -58,10 +56,10 @@ def after_s(
 
 
 def cases() -> list[tuple[str, str, float]]:
-    """Name, scheme and delay of each series; schemes that use a straggler have two series."""
+    """Name, scheme and delay of each series."""
     found = []
     for scheme, name in NAMES.items():
-        if scheme in AWARE:
+        if scheme == "straggler":  # the only one whose time depends on the delay
             found += [(f"{name}, ideal", scheme, IDEAL_S), (f"{name}, no delay", scheme, 0.0)]
         else:
             found.append((name, scheme, 0.0))

@@ -25,7 +25,7 @@ from tests.collectives.cases import (
 )
 
 RANKS = (1, 2, 3, 4, 5, 8)
-DENSE = ("dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast", "dense_hierarchical")
+DENSE = ("dense_ring", "dense_rhd", "dense_allpairs", "dense_hierarchical")
 ONE_ROUND_A_SECOND = Link(1.0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Costs of the all-reduces that StragglAR compares (table 1)."""
+"""Costs of all-reduces that StragglAR compares (table 1), without its broadcast."""
 
 from megatron_sparse.straggler.cost import Cost
 
@@ -22,15 +22,8 @@ def rhd_cost(n: int) -> Cost:
     return Cost(2 * levels + folds, 2 * (active - 1) / active + folds)
 
 
-def broadcast_cost(n: int, *, worst: bool = False) -> Cost:
-    """The early ranks all-reduce; the straggler and one exchange everything; that is broadcast."""
-    levels = (n - 1).bit_length()
-    early = Cost(2 * (n - 2), 2 * (n - 2) / (n - 1)) if worst else Cost(0, 0)
-    return Cost(early.rounds + levels, early.buffers + levels)
-
-
 def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
-    """Best and worst case of the all-reduces that the paper compares, by the scheme's name.
+    """Best and worst case of the all-reduces, by the scheme's name.
 
     Args:
         n: ranks.
@@ -41,5 +34,4 @@ def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
         "dense_ring": (ring_cost(n), ring_cost(n)),
         "dense_rhd": (rhd_cost(n), rhd_cost(n)),
         "dense_allpairs": (Cost(2, ring_cost(n).buffers),) * 2,
-        "dense_broadcast": (broadcast_cost(n), broadcast_cost(n, worst=True)),
     }
