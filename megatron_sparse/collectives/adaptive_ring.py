@@ -42,7 +42,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
 )
 from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
-from megatron_sparse.collectives.records import Cut, shard_cuts
+from megatron_sparse.collectives.records import Cut, message_parts, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_ring import (
     ring_gather_sums,
@@ -101,7 +101,7 @@ def _initial_densities(
     identity: Identity, message: Message, cuts: Sequence[Cut], transport: Transport
 ) -> Generator[Yielded, None, list[float]]:
     """The agreement: the density of each rank's selection, as the rank announces it."""
-    own = message.buffer[: message.nbytes].split(message.shard_bytes())
+    own = message_parts(message, cuts)
     parts = zip(own, cuts, strict=True)
     nnz = sum(prunable_nnz(records, cut) for records, cut in parts)
     table = yield from exchange_sizes([nnz], identity, transport)

@@ -45,6 +45,7 @@ from megatron_sparse.collectives.records import (
     Cut,
     check_announced,
     group_of,
+    message_parts,
     reads_reports,
     shard_cuts,
 )
@@ -105,13 +106,21 @@ def split(
 ) -> Phase:
     """Leaves the sum of this rank's shard in `sums`: the agreement and phase 1.
 
+    Args:
+        identity: of the collective.
+        cuts: the shard of each rank.
+        sums: of a message that is cut at their borders. Mutated.
+        group: the ranks of the transport of `sums.exchange`.
+        last: this rank will post nothing more.
+
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
     n, rank, message = group.world_size, group.rank, sums.message
     names = names_of(sums.exchange.transport)
-    own_sizes = message.shard_bytes()
+    sent = message_parts(message, cuts)
+    own_sizes = [records.numel() for records in sent]
     sizes = [own_sizes[rank]] * n  # of messages in slots: the same on every rank
     if message.slots is None:
         small = last and sum(own_sizes) <= SMALL_BYTES
@@ -119,7 +128,6 @@ def split(
         table = yield from exchange_sizes(own_sizes, identity, transport, unordered=small)
         sizes = [row[rank] for row in table]
         check_announced(sizes, [cuts[rank]] * n, message.value_dtype, names)
-    sent = message.buffer[: message.nbytes].split(own_sizes)
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = sent[rank]
     yield from pairwise_all_to_all(sent, received, group, last=last)

@@ -202,7 +202,7 @@ def check_sizes(sizes: Sequence[int], most: Sequence[int], ranks: Sequence[int])
             raise wrong_field(rank, "announced size", possible, size)
 
 
-def message_part(message: Message, cut: Cut) -> torch.Tensor:
-    """The records of some of a message's segments, back to back: a view."""
-    start = sum(message.segment_bytes[: cut.segments.start])
-    return message.buffer[start : start + sum(message.segment_bytes[cut.segments])]
+def message_parts(message: Message, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    """The records of each cut, as views; the cuts are all of a message, in its order."""
+    sizes = [sum(message.segment_bytes[cut.segments]) for cut in cuts]
+    return list(message.buffer[: message.nbytes].split(sizes))

@@ -33,7 +33,7 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
-from megatron_sparse.collectives.records import Cut, exchange_records, shard_cuts
+from megatron_sparse.collectives.records import Cut, exchange_records, message_parts, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
@@ -96,7 +96,7 @@ def ring_reduce_scatter(
     """
     n, place, ranks, message = group.world_size, group.rank, group.ranks, sums.message
     source = ranks[(place - 1) % n]
-    own = message.buffer[: message.nbytes].split(message.shard_bytes())
+    own = message_parts(message, cuts)
     most = max(cut.capacity("fp32", message.value_dtype) for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
     # All of this rank's contribution: what arrives is added to it.

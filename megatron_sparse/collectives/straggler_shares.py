@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -91,17 +91,6 @@ def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
             if back is None:  # else the transfer back makes the receiver's meeting
                 meetings[receiver].append(Meeting(sender, None, sent))
     return meetings
-
-
-@lru_cache(maxsize=64)
-def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
-    """For each round, the chunks that other ranks pass on beside the straggler's exchange."""
-    partners = early_ranks(world_size, straggler)  # of the straggler, in the first rounds
-    passed_on = []
-    for transfers, partner in zip_longest(make_schedule(world_size, straggler), partners):
-        pair = {partner, straggler}
-        passed_on.append({t.chunk for t in transfers if {t.sender, t.receiver} != pair})
-    return tuple(tuple(sorted(chunks)) for chunks in passed_on)
 
 
 def shake_hands(

@@ -1,13 +1,11 @@
 """The cost of the straggler-aware schemes after the straggler's arrival, on the model's clock."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from megatron_sparse.collectives.records import Cut
-from megatron_sparse.collectives.straggler_direct import parts_of
-from megatron_sparse.collectives.straggler_shares import chunks_of, copies_of
+from megatron_sparse.collectives.straggler_shares import chunks_of
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import early_ranks
@@ -124,10 +122,7 @@ class _Parts:
         ]
         self.oracle = Oracle(case)
         self.early = [self.early_sum(chunk) for chunk in self.chunks]
-        sizes = [self.message(straggler, chunk) for chunk in self.chunks]
-        borders = parts_of(sizes, self.early, copies_of(case.n, straggler))
-        joined = [sum(sizes[a:b]) for a, b in pairwise(borders)]
-        self.parts = joined + [0] * (case.n - 1 - len(joined))
+        self.parts = [self.message(straggler, chunk) for chunk in self.chunks]
 
     def _segments(self, elements):
         return Cut(self.messages[0].layout, elements=elements).segments
@@ -196,16 +191,6 @@ def test_the_sparse_form_beats_the_plain_ones_and_the_dense_form(n, density):
     assert after["direct"] > 1.05, after
     assert after["dsar_split_ag"] > 1.5, after
     assert after["straggler"] > 1.5, after
-    # Without overlap (n - 1) m is D, and the straggler's port takes as long in both.
-    assert after["agsparse"] > 0.97, after
-
-
-def test_a_message_has_the_parts_that_take_least():
-    """Against all borders that it may choose from, round by round."""
-    copies = copies_of(8, 7)
-    assert len(copies) == len(make_schedule(8))
-    assert copies[0] == ()
-    for message, early, parts in ((10, 10, 7), (10, 20, 4), (10, 70, 1), (0, 0, 1)):
-        assert len(parts_of([message] * 7, [early] * 7, copies)) == parts + 1, (message, early)
-    # A crowded chunk does not decide for all.
-    assert parts_of([70, 0, 0, 0, 0, 0, 0], [10] * 7, copies) == [0, 7]
+    # Without overlap (n - 1) m is D, and the straggler's port takes as long in both. Its chunks are
+    # passed on (R - n + 1) / (n - 1) m longer: on 4 ranks a ninth.
+    assert after["agsparse"] > 0.9, after
