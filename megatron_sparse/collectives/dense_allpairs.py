@@ -13,14 +13,11 @@ Rank r sends (N - |c_r|) b bytes, and (n - 1) |c_r| b in the second phase: with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron_sparse.collectives.accumulator import dense_group, store
 from megatron_sparse.collectives.base import Exchange, Steps, even_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES
@@ -42,13 +39,14 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     yield from group.exchange(
         [(peer, pieces[peer]) for peer in peers], list(received.items()), last=scatter
     )
-    sum_M = own  # A placeholder: fp32 parts are added up in the first of them.
-    if own.dtype != torch.float32:
-        sum_M = exchange.take("piece", own.numel(), torch.float32)
-    target_M = bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own
-    by_rank = [received.get(sender, own) for sender in range(n)]
+    first, *others = [received.get(sender, own) for sender in range(n)]
     with exchange.timer.stage("decode"):
-        _add_in_order(by_rank, sum_M, target_M)
+        sum_M = first  # fp32 parts are added up in the first of them
+        if own.dtype != torch.float32:
+            sum_M = exchange.take("piece", own.numel(), torch.float32).copy_(first)
+        for part in others:
+            sum_M.add_(part)
+        store(bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own, sum_M)
     if scatter:
         return group.sent_bytes
     # `own` holds the sum of its piece now: every rank sends it to all others.
@@ -59,41 +57,15 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     return group.sent_bytes
 
 
-def _add_in_order(
-    parts: Sequence[torch.Tensor], sum_M: torch.Tensor, target_M: torch.Tensor
-) -> None:
-    """Adds all ranks' parts of a piece in fp32, and rounds the sum into `target_M`.
-
-    Args:
-        parts: in rank order; the first is overwritten where parts are fp32.
-        sum_M: fp32 room for partial sums of narrower parts.
-        target_M: gets the sum; may be one of the parts.
-    """
-    if len(parts) == 1:
-        round_into(target_M, parts[0])
-        return
-    first, *middle, last = parts
-    if first.dtype == torch.float32:
-        sum_M = first
-    else:
-        sum_M.copy_(first)
-    for part in middle:
-        sum_M.add_(part)
-    if target_M.dtype == torch.float32:
-        torch.add(sum_M, last, out=target_M)
-    else:
-        round_into(target_M, sum_M.add_(last))
-
-
 def cost(run: DryRun) -> None:
     """All pieces at once, twice; the n parts of a piece are added in between.
 
     With s = N b bytes: 2 alpha + 2 (n - 1) / n s beta. A reduce-scatter takes the first half.
-    Added: n - 1 additions of one piece, and two copies where values are narrower than fp32.
+    Added: n - 1 additions of one piece, and a copy of it; two where values are narrower than fp32.
     """
     numel = run.shape.numel / run.n
     run.clocks.everybody_at_once(numel * run.b)
-    copies = 2 if run.b < FP32_BYTES else 0
+    copies = 2 if run.b < FP32_BYTES else 1
     run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + copies * run.plain(CodecOp.COPY, numel))
     if not run.scatter:
         run.clocks.everybody_at_once(numel * run.b)

@@ -7,9 +7,9 @@ Agreement: one all-gather of the collective's identity and of every rank's messa
 bytes a rank.
 Push, 1 round: every rank sends its whole message to the server, which adds them in rank order.
 Pull, 2 rounds (8 bytes with the size, then the records): the server encodes the sum and sends it to
-every rank; in a reduce-scatter it encodes and sends each shard's sum to its owner.
+every rank.
 
-Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|, or every shard's sum but its own.
+Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|. All-reduce only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import torch
 from megatron_sparse.collectives.base import (
     Exchange,
     Identity,
-    Phase,
     Steps,
-    Subgroup,
     exchange_sizes,
     whole_group,
 )
@@ -30,10 +28,9 @@ from megatron_sparse.collectives.checksummed import checksummed_size
 from megatron_sparse.collectives.records import (
     check_announced,
     exchange_records,
-    shard_cuts,
     whole_cut,
 )
-from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
@@ -48,11 +45,10 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`.
     """
-    identity, scatter = Identity.of_message(NAME, exchange, message), exchange.scatters
+    identity = Identity.of_message(NAME, exchange, message)
     group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
     whole = whole_cut(message.layout)
-    cuts = shard_cuts(message.layout, n) if scatter else [whole] * n
     table = yield from exchange_sizes([message.nbytes], identity, exchange.transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * n, message.value_dtype)
@@ -61,44 +57,25 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
 
     if rank != SERVER:
         yield from group.exchange([(SERVER, own)], [])
-        room = sums.take("received", cuts[rank].capacity(sums.final_dtype))
+        room = sums.take("received", whole.capacity(sums.final_dtype))
         records = yield from exchange_records(group, None, (SERVER, room), last=True)
-        sums.add_sum(records, cuts[rank], sums.final_dtype, SERVER, fresh=True)
-        sums.settle(cuts[rank])
-        sums.write(cuts[rank].elements)
+        sums.add_sum(records, whole, sums.final_dtype, SERVER, fresh=True)
+        sums.settle(whole)
+        sums.write(whole.elements)
         return group.sent_bytes
 
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[SERVER] = own
     yield from group.exchange([], [(peer, received[peer]) for peer in range(1, n)])
     sums.add_messages(received, whole, range(n))
-    if scatter:
-        out = sums.take("encoded", sum(cut.capacity(sums.final_dtype) for cut in cuts))
-        rooms = out.split([cut.capacity(sums.final_dtype) for cut in cuts])
-        encoded = [
-            sums.encode(cut, sums.final_dtype, room) for cut, room in zip(cuts, rooms, strict=True)
-        ]
-    else:
-        sums.settle(whole)
-        out = sums.take("encoded", whole.capacity(sums.final_dtype))
-        encoded = [sums.encode(whole, sums.final_dtype, out)] * n
-    yield from _answer(encoded, group)
-    sums.write(cuts[SERVER].elements)
+    sums.settle(whole)
+    out = sums.take("encoded", whole.capacity(sums.final_dtype))
+    encoded = sums.encode(whole, sums.final_dtype, out)
+    size = torch.tensor([checksummed_size(encoded.numel())], device=encoded.device)
+    yield from group.exchange([(peer, size) for peer in range(1, n)], [])
+    yield from group.exchange([(peer, encoded) for peer in range(1, n)], [], last=True)
+    sums.write(whole.elements)
     return group.sent_bytes
-
-
-def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
-    """The server's side of the pull: sends each other rank a size, then so many bytes.
-
-    Args:
-        encoded: the records that each rank gets, by rank; the server's own are not sent.
-        group: all ranks.
-    """
-    peers = range(1, group.world_size)
-    words = [checksummed_size(records.numel()) for records in encoded]
-    sizes = torch.tensor(words, device=encoded[0].device)
-    yield from group.exchange([(peer, sizes[peer : peer + 1]) for peer in peers], [])
-    yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)
 
 
 def cost(run: DryRun) -> None:
@@ -117,15 +94,13 @@ def cost(run: DryRun) -> None:
     # The server adds them, and encodes the sum.
     first_s = messages.seconds(CodecOp.DECODE, whole, one, run.b)
     other_s = messages.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
-    parts = n if run.scatter else 1
-    piece, sum_n = run.piece(parts), run.densities.shards(n, parts)
-    encoding_s = np.sum(sums.seconds(CodecOp.ENCODE, piece, sum_n, run.b))
+    total = run.densities.whole(n)
+    encoding_s = sums.seconds(CodecOp.ENCODE, whole, total, run.b)
     run.work(is_server_n * (first_s + (n - 1) * other_s + encoding_s))
-    # The size, then the sum, or of a reduce-scatter each rank's shard, back to all.
-    nbytes_n = np.broadcast_to(sums.nbytes(piece, sum_n, run.b), (n,))
+    # The size, then the sum, back to all.
     run.clocks.with_root(np.full(n, WORD_BYTES))
-    run.clocks.with_root(nbytes_n)
-    run.work(~is_server_n * sums.seconds(CodecOp.DECODE, piece, sum_n, run.b))
+    run.clocks.with_root(np.full(n, float(sums.nbytes(whole, total, run.b))))
+    run.work(~is_server_n * sums.seconds(CodecOp.DECODE, whole, total, run.b))
 
 
-SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost)
+SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, ops=ALL_REDUCE_ONLY)

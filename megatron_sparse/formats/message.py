@@ -12,7 +12,6 @@ end.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,11 +131,6 @@ class Message:
         """The facts that a rank's records of these segments must state, as this message's do."""
         code = WIRE_CODES[self.value_dtype]
         return Expected(segment_offsets, code, self.step, rank, slots, self.checksum)
-
-    def shard_bytes(self) -> list[int]:
-        """Bytes of the records of each shard, in shard order."""
-        cuts = self.layout.shard_segments
-        return [sum(self.segment_bytes[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 TURNS = 2

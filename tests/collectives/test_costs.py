@@ -9,6 +9,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.records import message_parts, shard_cuts
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
 from megatron_sparse.transport import Link, Topology
@@ -37,8 +38,9 @@ class Oracle:
         buckets = [make_bucket(case, rank) for rank in range(case.n)]
         messages = [make_message(b, case, MessageBuffers()) for b in buckets]
         self.whole = [m.nbytes for m in messages]
-        self.shards = [m.shard_bytes() for m in messages]
         self.layout = messages[0].layout
+        cuts = shard_cuts(self.layout, len(self.layout.shard_segments) - 1)  # one if not sharded
+        self.shards = [[each.numel() for each in message_parts(m, cuts)] for m in messages]
         self.partial = "bf16" if (case.dtype, case.wire) == ("fp32", "bf16") else "fp32"
         self.final = case.wire
 
@@ -152,11 +154,7 @@ def _ssar_rd(o, r, reduce):
 
 def _sparse_ps(o, r, reduce):
     """Bytes that rank r sends: its message, or the server's answers to all others."""
-    if r:
-        return o.whole[r]
-    if reduce:
-        return (o.n - 1) * (8 + o.sum(range(o.n), o.final))
-    return sum(8 + o.sum(range(o.n), o.final, peer) for peer in range(1, o.n))
+    return o.whole[r] if r else (o.n - 1) * (8 + o.sum(range(o.n), o.final))
 
 
 def _levels(n):
