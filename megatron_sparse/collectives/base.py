@@ -171,8 +171,8 @@ class Identity:
     ) -> torch.Tensor:
         """int64 words by which a rank shows that it takes part: fingerprint, at most `room` sizes.
 
-        There are 2 + `room` words, zeros at the end. `count` is the number of sizes in all rows,
-        where it decides how many rows follow.
+        There are 2 + `room` words, zeros at the end. `count` is the number of sizes where all ranks
+        must have as many.
         """
         own = checksummed_row(self._word(count), sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
@@ -212,13 +212,13 @@ def exchange_sizes(
     *,
     unordered: bool = False,
 ) -> Generator[Yielded, None, list[list[int]]]:
-    """Sends every rank the sizes of this rank's coming messages: 8 (2 + n) bytes for up to n sizes.
+    """Sends every rank the sizes of this rank's coming messages: 8 (2 + n) bytes for n sizes.
 
     All rows have the same length in every collective, for any number of sizes: gloo ends a process
-    that gathers rows of another size than its peers. More than n sizes take another all-gather.
+    that gathers rows of another size than its peers.
 
     Args:
-        sizes: the same count on every rank.
+        sizes: at most one for each rank, or two; the same count on every rank.
         identity: of the collective; it must be the same on every rank.
         transport: moves the message; on CUDA the result is read on the host.
         unordered: after this the collective sends small messages with its own tag only, which may
@@ -231,19 +231,15 @@ def exchange_sizes(
         CommunicationError: a rank has another identity or number of sizes.
         WireFormatError: a rank's row is damaged.
     """
-    n, names = transport.world_size, names_of(transport)
-    table: list[list[int]] = [[] for _ in range(n)]
-    for start in range(0, len(sizes) or 1, n):  # one all-gather at least: it is the agreement
-        words = identity.row(sizes[start : start + n], n, transport.device, len(sizes))
-        gathered = words.new_empty(n * words.numel())
-        work = transport.all_gather(gathered, words)
-        is_last = start + n >= len(sizes)
-        if unordered and is_last and transport.device.type != "cuda":
-            yield UNORDERED
-        yield work
-        for place, row in enumerate(gathered.view(n, -1).tolist()):
-            table[place] += identity.read_row(row, names[place], len(sizes))
-    return table
+    n = transport.world_size
+    words = identity.row(sizes, max(n, 2), transport.device, len(sizes))
+    gathered = words.new_empty(n * words.numel())
+    work = transport.all_gather(gathered, words)
+    if unordered and transport.device.type != "cuda":
+        yield UNORDERED
+    yield work
+    rows = zip(gathered.view(n, -1).tolist(), names_of(transport), strict=True)
+    return [identity.read_row(row, rank, len(sizes)) for row, rank in rows]
 
 
 def names_of(transport: Transport | SubsetTransport) -> Sequence[int]:

@@ -22,12 +22,7 @@ Arrived = Callable[[int, torch.Tensor], None]
 
 
 def pairwise_all_to_all(
-    sent: Sequence[torch.Tensor],
-    received: Sequence[torch.Tensor],
-    group: Subgroup,
-    *,
-    last: bool,
-    add: Callable[[int], None] | None = None,
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Subgroup, *, last: bool
 ) -> Phase:
     """Every rank sends a piece of its own to every other, one peer at a time: n - 1 rounds.
 
@@ -38,22 +33,9 @@ def pairwise_all_to_all(
         received: room for the piece of each rank, exactly as long as the piece.
         group: the ranks.
         last: this rank will post nothing more.
-        add: called once for each rank, this one included, in ascending order: as early as the
-            pieces up to that rank's have come.
     """
-    arrived: set[int] = set()
-    added = 0
-
-    def meanwhile(number: int) -> None:
-        """Notes the rank whose piece came in this round; adds all pieces that are now in order."""
-        nonlocal added
-        arrived.add((group.rank + number) % group.world_size)
-        while add is not None and added in arrived:
-            add(added)
-            added += 1
-
     rounds = pairwise_rounds([[piece] for piece in sent], [[piece] for piece in received], group)
-    yield from group.in_rounds(rounds, meanwhile, independent=True, last=last)
+    yield from group.in_rounds(rounds, independent=True, last=last)
 
 
 def pairwise_rounds(

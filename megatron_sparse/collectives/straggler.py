@@ -151,17 +151,13 @@ class _Sums:
         room = self._exchange.take("parts", (n - 1) * own_M.numel(), own_M.dtype)
         parts = [*room.view(n - 1, own_M.numel())]
         parts.insert(rank, own_M)
-        sum_M = self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)
-
-        def add(sender: int) -> None:
-            """Adds the part of early rank number `sender`; the first one begins the sum."""
-            with self._timer.stage("decode"):
-                if sender == 0:
-                    sum_M.copy_(parts[0])
-                else:
-                    sum_M.add_(parts[sender])
-
-        yield from pairwise_all_to_all(chunks, parts, group, last=False, add=add)
+        yield from pairwise_all_to_all(chunks, parts, group, last=False)
+        self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)
+        first, *others = parts
+        with self._timer.stage("decode"):
+            self._early_M.copy_(first)
+            for part in others:
+                self._early_M.add_(part)
 
     def swap(self, number: int, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensor that this rank sends for a chunk's other part, and room for that part.

@@ -97,14 +97,6 @@ def _dense_bytes(case, rank, straggler, b, p):
     return (n - 2) * chunk * b + (len(transfers) - 1) * chunk * b + chunk * p
 
 
-def test_handshakes_do_not_grow_with_a_scaled_bucket():
-    """A bucket so small that handshakes are most of the sent bytes."""
-    case, scale = _dense(8, 7, chunk=1), 1e6
-    rounds = len(make_schedule(8))
-    expected = straggler_aware_cost(8, rounds).time_s(4 * case.numel * scale, LINK)
-    assert _after_s(case, 1e3, 7, scale=scale) == pytest.approx(expected, rel=WITHIN)
-
-
 def _sparse(n, straggler, dtypes=("fp32", "fp32"), density=0.05, chunk=128):
     case = _dense(n, straggler, chunk, dtypes)
     return replace(case, scheme="straggler_direct", density=density)
