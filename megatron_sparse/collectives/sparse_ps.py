@@ -1,7 +1,8 @@
 """Sparse parameter server: one server, rank 0, adds everybody's messages.
 
 The centralised corner of ZEN's design space, and the baseline that every other scheme beats: all
-bytes cross the server's link. (With a server on every rank it is `direct`.)
+bytes cross the server's link. (With a server on every rank it is `direct`.) It has no cost: the
+planner never chooses it.
 
 Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
 bytes a rank.
@@ -14,7 +15,6 @@ Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|. All-reduce only.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
@@ -33,8 +33,6 @@ from megatron_sparse.collectives.records import (
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
-from megatron_sparse.pricing.cluster import CodecOp
-from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
 
 NAME = "sparse_ps"
 SERVER = 0
@@ -78,29 +76,4 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
-def cost(run: DryRun) -> None:
-    """Everything to rank 0 and back.
-
-    ZEN's equation 1 with one server instead of n: (n - 1) (d + D) 2 M / B, d being the density of a
-    message and D that of the sum. Added: bytes of the real records; the agreement and the sizes;
-    encoding, and adding one message after the other.
-    """
-    n, whole = run.n, run.piece()
-    messages, sums = run.messages(SCHEME.message_format(run.options)), run.sum_format()
-    is_server_n = np.arange(n) == 0
-    one = run.densities.whole(1)
-    run.agree()
-    run.clocks.with_root(np.full(n, float(messages.nbytes(whole, one, run.b))))
-    # The server adds them, and encodes the sum.
-    first_s = messages.seconds(CodecOp.DECODE, whole, one, run.b)
-    other_s = messages.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
-    total = run.densities.whole(n)
-    encoding_s = sums.seconds(CodecOp.ENCODE, whole, total, run.b)
-    run.work(is_server_n * (first_s + (n - 1) * other_s + encoding_s))
-    # The size, then the sum, back to all.
-    run.clocks.with_root(np.full(n, WORD_BYTES))
-    run.clocks.with_root(np.full(n, float(sums.nbytes(whole, total, run.b))))
-    run.work(~is_server_n * sums.seconds(CodecOp.DECODE, whole, total, run.b))
-
-
-SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, ops=ALL_REDUCE_ONLY)
+SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, ops=ALL_REDUCE_ONLY)

@@ -177,7 +177,7 @@ def fits(
     of fixed size with `scheme.capacity`, with values of few bits with `compression.value_bits`.
 
     `straggler` and `straggler_direct` have no model here: their time depends on the delay of a rank
-    that is known to be late (`straggler.cost`).
+    that is known to be late (`straggler.cost`). `sparse_ps` has none because `direct` is faster.
     """
     entry = SCHEMES[scheme]
     if entry.cost is None:

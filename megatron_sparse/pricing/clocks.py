@@ -124,24 +124,6 @@ class RankClocks:
         latest_s = self.now_n.max() + self.host_s * (n - 1)
         self.now_n = np.full(n, latest_s + alpha_s + all_beta_s * nbytes)
 
-    def with_root(self, nbytes_n: np.ndarray) -> None:
-        """Every rank sends to rank 0, or rank 0 to every rank; all end at the same time.
-
-        Args:
-            nbytes_n: bytes between rank 0 and each rank; the entry of rank 0 is not used.
-        """
-        peers = self.ranks_n[1:]
-        if not peers.size:
-            return
-        same_node = self._node_n[peers] == self._node_n[0]
-        # Messages of one kind of link take turns at rank 0's port; the two kinds run side by side.
-        times_s = []
-        for link, chosen in ((self.topology.intra, same_node), (self.topology.inter, ~same_node)):
-            if chosen.any():
-                times_s.append(link.alpha_s + link.beta_s * nbytes_n[peers[chosen]].sum())
-        end_s = self.now_n.max() + self.host_s * peers.size + max(times_s)
-        self.now_n = np.full(self.ranks_n.size, end_s)
-
 
 class QueuedRounds:
     """Rounds where the ranks of a node share a network card: messages take turns at it.

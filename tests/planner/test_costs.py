@@ -15,7 +15,7 @@ import torch
 from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.prices import fits, predict, predict_all, prior
@@ -31,7 +31,7 @@ from tests.planner.planned import a_bucket, ran
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
-PRICED = [name for name in SCHEMES if not skips_straggler(name)]
+PRICED = [name for name, scheme in SCHEMES.items() if scheme.cost is not None]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
 COUNTS = (*range(1, 9), 11, 16)
