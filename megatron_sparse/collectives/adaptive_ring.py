@@ -72,7 +72,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     identity = Identity.of_message(scheme, exchange, message)
     group = Subgroup(transport, ring_order(transport), identity.tag)
     n, place, ranks = group.world_size, group.rank, group.ranks
-    cuts = shard_cuts(message.layout, n)
+    cuts = shard_cuts(message.layout)
     density_of = yield from _initial_densities(identity, message, cuts, transport)
     initial = [density_of[rank] for rank in ranks]
 

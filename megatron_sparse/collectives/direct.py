@@ -85,7 +85,7 @@ def reduce_shards(
     exchange, message = sums.exchange, sums.message
     identity = Identity.of_message(scheme, exchange, message)
     group = group_of(identity, message, exchange.transport)
-    cuts = shard_cuts(message.layout, group.world_size)
+    cuts = shard_cuts(message.layout)
     yield from split(identity, cuts, sums, group, last=exchange.scatters)
     if exchange.scatters:
         sums.write(cuts[group.rank].elements)

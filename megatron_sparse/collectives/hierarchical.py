@@ -62,7 +62,7 @@ from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, sh
 from megatron_sparse.collectives.direct import cost as direct_cost
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import pairwise_rounds
-from megatron_sparse.collectives.records import CUTS
+from megatron_sparse.collectives.records import CUTS, message_parts, shard_cuts, whole_cut
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
 from megatron_sparse.pricing.cluster import CodecOp
@@ -132,7 +132,7 @@ class LaneParts:
     Args:
         bucket: the bucket to synchronise.
         layout: of a rank's message, cut into shards for a reduce-scatter.
-        lanes: each rank's node and lane; also an attribute.
+        lanes: this rank's node and lane.
 
     Attributes:
         shards: for a reduce-scatter, the elements of each rank's shard; else empty.
@@ -210,15 +210,10 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         values_N = grad_N
     else:
         values_N = exchange.take("lanes", bucket.numel, torch.float32)
-    if scatter:
-        pieces = message.buffer[: message.nbytes].split(message.shard_bytes())
-        targets = [values_N[parts.shards[owner]] for owner in range(bucket.world_size)]
-        offsets = [layout.shard_offsets(owner) for owner in range(bucket.world_size)]
-    else:
-        pieces, targets = [message.buffer[: message.nbytes]], [values_N]
-        offsets = [layout.segment_offsets]
-    for records, target_M, offsets_S in zip(pieces, targets, offsets, strict=True):
-        expected = message.expected(offsets_S, rank)
+    cuts = shard_cuts(layout) if scatter else (whole_cut(layout),)
+    targets = [values_N[parts.shards[owner]] for owner in sorted(parts.shards)] or [values_N]
+    for records, target_M, cut in zip(message_parts(message, cuts), targets, cuts, strict=True):
+        expected = message.expected(cut.offsets, rank)
         decode_add_(target_M, records, expected, fresh=True)  # replaces the old values
     return values_N
 

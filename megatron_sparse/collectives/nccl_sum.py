@@ -47,7 +47,7 @@ def sum_in_one_call(
     bucket, timer, scatters = exchange.bucket, exchange.timer, exchange.scatters
     rank, n = communicator.rank, communicator.world_size
     gathers = by_owners and not scatters
-    cuts = _cuts(message.layout, n, by_owners=by_owners)
+    cuts = _cuts(message.layout, by_owners=by_owners)
     code = WIRE_CODES[message.value_dtype]
     plan = _plan(message.layout, slots, code, (rank, n), by_owners, gathers)
     sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
@@ -79,8 +79,8 @@ def sum_in_one_call(
     return plan.sent_bytes
 
 
-def _cuts(layout: Layout, world_size: int, *, by_owners: bool) -> Sequence[Cut]:
-    return shard_cuts(layout, world_size) if by_owners else (whole_cut(layout),)
+def _cuts(layout: Layout, *, by_owners: bool) -> Sequence[Cut]:
+    return shard_cuts(layout) if by_owners else (whole_cut(layout),)
 
 
 @lru_cache(TABLES)
@@ -93,7 +93,7 @@ def _plan(
     """
     rank, world_size = place
     shards, spec = [], RecordSpec(code, 0, FORMAT_ADAPTIVE)
-    for cut in _cuts(layout, world_size, by_owners=by_owners):
+    for cut in _cuts(layout, by_owners=by_owners):
         first, last = cut.segments.start, cut.segments.stop
         message_slots = slots.part(cut.segments)
         sums = torch.zeros_like(message_slots)

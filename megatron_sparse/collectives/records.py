@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
+from itertools import pairwise
 
 import torch
 
@@ -36,7 +37,7 @@ CUTS = 1024
 
 
 class Cut:
-    """Some consecutive segments of a bucket: a shard of it, or all of it, or a part of a shard.
+    """Some consecutive segments of a bucket: a shard of it, or all of it, or another part.
 
     Attributes:
         elements: where they lie in the bucket.
@@ -44,19 +45,14 @@ class Cut:
         own_offsets: of the segments from the cut's start; records of sums have these.
         keep: uint8, segments that are always dense.
         segments: their numbers in the layout.
+
+    Args:
+        layout: of the bucket.
+        first: number of the first segment.
+        last: number of the segment after the last one.
     """
 
-    def __init__(
-        self, layout: Layout, shard: int | None = None, elements: slice | None = None
-    ) -> None:
-        """Takes a shard, or the segments that begin and end with these elements, or all."""
-        if elements is not None:
-            ends = torch.tensor([elements.start, elements.stop])
-            first, last = torch.searchsorted(layout.segment_offsets, ends).tolist()
-        elif shard is None:
-            first, last = 0, layout.segment_keep.numel()
-        else:
-            first, last = layout.shard_segments[shard], layout.shard_segments[shard + 1]
+    def __init__(self, layout: Layout, first: int, last: int) -> None:
         self.segments = slice(first, last)
         self.offsets = layout.segment_offsets[first : last + 1]
         self.own_offsets = self.offsets - self.offsets[0]
@@ -78,15 +74,15 @@ class Cut:
 
 
 @lru_cache(CUTS)
-def shard_cuts(layout: Layout, shards: int) -> tuple[Cut, ...]:
-    """The cut of each shard of a layout that is cut into `shards`; kept for the next step."""
-    return tuple(Cut(layout, shard) for shard in range(shards))
+def shard_cuts(layout: Layout) -> tuple[Cut, ...]:
+    """The cut of each shard; kept for the next step."""
+    return tuple(Cut(layout, *ends) for ends in pairwise(layout.shard_segments))
 
 
 @lru_cache(CUTS)
 def whole_cut(layout: Layout) -> Cut:
     """All of a layout; kept for the next step."""
-    return Cut(layout)
+    return Cut(layout, 0, layout.segment_keep.numel())
 
 
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:

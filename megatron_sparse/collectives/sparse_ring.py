@@ -53,7 +53,7 @@ def sparse_ring(exchange: Exchange, message: Message) -> Steps:
     transport, scatter = exchange.transport, exchange.scatters
     identity = Identity.of_message(NAME, exchange, message)
     group = Subgroup(transport, ring_order(transport), identity.tag)
-    cuts = shard_cuts(message.layout, group.world_size)
+    cuts = shard_cuts(message.layout)
     yield from exchange_sizes([], identity, transport)
     sums = SparseSum(exchange, message)
     yield from ring_reduce_scatter(cuts, sums, group, last=scatter)

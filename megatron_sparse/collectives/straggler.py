@@ -27,6 +27,7 @@ With no straggler known the scheme is `dense_ring`. All-reduce only (`straggler_
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -45,7 +46,7 @@ from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    chunks_of,
+    chunk_cuts,
     meetings_of,
     shake_hands,
     straggler_of,
@@ -135,7 +136,8 @@ class _Sums:
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         bucket = exchange.bucket
         self._values_N, self._exchange, self._timer = values_N, exchange, exchange.timer
-        self._chunks = chunks_of(bucket.numel, bucket.world_size)
+        cuts = chunk_cuts(bucket.numel, bucket.world_size - 1)
+        self._chunks = [slice(*ends) for ends in pairwise(cuts)]  # by early rank
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
         self._early_M: torch.Tensor  # the early ranks' sum, made by `reduce_early`
 

@@ -32,11 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Cuts
+from megatron_sparse.bucket import Bucket, Cuts, Layout
 from megatron_sparse.collectives.base import (
     UNORDERED,
     Exchange,
@@ -57,7 +58,6 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
     HANDSHAKE_TAG,
     chunk_cuts,
-    chunks_of,
     meetings_of,
     shake_hands,
     straggler_of,
@@ -74,6 +74,13 @@ def straggler_cuts(bucket: Bucket) -> Cuts:
     """Where messages of a bucket are cut beside the shards' borders, for any straggler."""
     chunks = bucket.world_size - 1
     return tuple(sorted({*chunk_cuts(bucket.numel, chunks)})) if chunks else ()
+
+
+def cuts_of_chunks(layout: Layout, bucket: Bucket) -> list[Cut]:
+    """The chunk of each early rank, in rank order, of messages that are cut at `straggler_cuts`."""
+    offsets = torch.tensor(chunk_cuts(bucket.numel, bucket.world_size - 1))
+    borders = torch.searchsorted(layout.segment_offsets, offsets).tolist()
+    return [Cut(layout, *ends) for ends in pairwise(borders)]
 
 
 def straggler_direct(exchange: Exchange, message: Message) -> Steps:
@@ -100,8 +107,7 @@ class _Run:
         self.transport = exchange.transport
         n = self.transport.world_size
         self.early_ranks = early_ranks(n, late)
-        chunks = chunks_of(exchange.bucket.numel, n)
-        self.chunks = [Cut(message.layout, elements=chunk) for chunk in chunks]
+        self.chunks = cuts_of_chunks(message.layout, exchange.bucket)
         self.identity = Identity.of_message(f"{NAME} (rank {late})", exchange, message)
         self.group = whole_group(self.transport, self.identity.tag)
         self.meetings = meetings_of(n, late)[self.transport.rank]

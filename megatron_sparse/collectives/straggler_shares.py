@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,11 +58,6 @@ def chunk_cuts(numel: int, chunks: int) -> list[int]:
     while unit > 1 and unit * MIN_UNITS * chunks > numel:
         unit //= 2
     return [*(numel * chunk // chunks // unit * unit for chunk in range(chunks)), numel]
-
-
-def chunks_of(numel: int, world_size: int) -> list[slice]:
-    """The chunk of each early rank, in rank order."""
-    return [slice(*ends) for ends in pairwise(chunk_cuts(numel, world_size - 1))]
 
 
 class Meeting(NamedTuple):

@@ -39,7 +39,7 @@ class Oracle:
         messages = [make_message(b, case, MessageBuffers()) for b in buckets]
         self.whole = [m.nbytes for m in messages]
         self.layout = messages[0].layout
-        cuts = shard_cuts(self.layout, len(self.layout.shard_segments) - 1)  # one if not sharded
+        cuts = shard_cuts(self.layout)
         self.shards = [[each.numel() for each in message_parts(m, cuts)] for m in messages]
         self.partial = "bf16" if (case.dtype, case.wire) == ("fp32", "bf16") else "fp32"
         self.final = case.wire

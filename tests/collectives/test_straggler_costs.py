@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_sparse.collectives.records import Cut
-from megatron_sparse.collectives.straggler_shares import chunks_of
+from megatron_sparse.collectives.straggler_direct import cuts_of_chunks
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import early_ranks
@@ -108,25 +107,20 @@ class _Parts:
     def __init__(self, case, straggler):
         self.case, self.straggler, self.n = case, straggler, case.n
         self.early_ranks = early_ranks(case.n, straggler)
-        self.chunks = chunks_of(case.numel, case.n)
-        self.messages = [
-            make_message(make_bucket(case, rank), case, MessageBuffers()) for rank in range(case.n)
-        ]
+        buckets = [make_bucket(case, rank) for rank in range(case.n)]
+        self.messages = [make_message(each, case, MessageBuffers()) for each in buckets]
+        self.chunks = cuts_of_chunks(self.messages[0].layout, buckets[0])
         self.oracle = Oracle(case)
         self.early = [self.early_sum(chunk) for chunk in self.chunks]
         self.parts = [self.message(straggler, chunk) for chunk in self.chunks]
 
-    def _segments(self, elements):
-        return Cut(self.messages[0].layout, elements=elements).segments
-
-    def message(self, rank, elements):
+    def message(self, rank, chunk):
         """Of a rank's own records."""
-        return sum(self.messages[rank].segment_bytes[self._segments(elements)])
+        return sum(self.messages[rank].segment_bytes[chunk.segments])
 
-    def early_sum(self, elements):
+    def early_sum(self, chunk):
         """Of the records of the early ranks' sum."""
-        dtype = self.oracle.partial
-        return self.oracle.sum(self.early_ranks, dtype, part=self._segments(elements))
+        return self.oracle.sum(self.early_ranks, self.oracle.partial, part=chunk.segments)
 
     def transfer(self, sender, receiver, chunk):
         """Of one transfer of the schedule."""
