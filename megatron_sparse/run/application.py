@@ -34,11 +34,13 @@ from megatron_sparse.run.launchers import environment, slurm_ranks
 from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
+_MODES = (("--run", "-r"), ("--multirun", "-m"), ("--cfg", "-c"), ("--shell-completion", "-sc"))
+"""Hydra's flags of which one command line has one at most, each in its two spellings."""
 _OWN_CONFIGS = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 """Hydra's flags for files of the user's own, whose runs are not checked before a sweep."""
 _FLAGS = (
-    *("--run", "-r", "--multirun", "-m", "--cfg", "-c"),
-    *("--shell-completion", "-sc", "--help", "-h", "--hydra-help", "--version"),
+    *itertools.chain(*_MODES),
+    *("--help", "-h", "--hydra-help", "--version"),
     *("--resolve", "--package", "-p", *sorted(_OWN_CONFIGS)),
 )
 """Hydra's flags, less --experimental-rerun, which unpickles a file, and --info."""
@@ -141,7 +143,7 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuses flags that Hydra does not have.
+    """Refuses flags that Hydra does not have, and two that exclude each other.
 
     Raises:
         ConfigError: names the key that the user most likely means.
@@ -150,6 +152,14 @@ def check_flags(arguments: Sequence[str]) -> None:
     for flag in flags:
         if flag not in _FLAGS:
             raise _no_flag(flag)
+    modes = [mode for mode in _MODES if not set(mode).isdisjoint(flags)]
+    if len(modes) > 1:
+        raise ConfigError(
+            "these flags exclude each other",
+            expected="one of " + ", ".join(flag for flag, _ in _MODES),
+            got=" ".join(flags),
+            remedy="leave the others out",
+        )
 
 
 def _no_flag(flag: str) -> ConfigError:
