@@ -250,7 +250,12 @@ def check_each_run(overrides: Sequence[Override]) -> None:
         if override.is_discrete_sweep():
             values = list(override.sweep_string_iterator())
         elif override.is_sweep_override():
-            continue  # has no list of values: Hydra refuses it
+            raise ConfigError(
+                f"{key} has no list of values",
+                expected="values such as 0.1,0.2 or range(1,4)",
+                got=str(override.input_line),
+                remedy="write the values of the runs",
+            )
         else:
             values = [override.get_value_element_as_str()]
         choices[key] = [f"{key}={value}" for value in values]
