@@ -96,8 +96,8 @@ Counted count_bits(const uint8_t* words, int64_t positions, int64_t nnz) {
 Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor& values,
                            int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
                            int64_t seed, bool permuted) {
-  const BitmapArguments call = check_bitmap_add(acc, words, values, value_dtype, nnz, partition,
-                                                partitions, seed, permuted);
+  const BitmapArguments call =
+      check_bitmap_add(acc, words, values, value_dtype, nnz, partition, partitions, seed, permuted);
   const Permutation permutation = make_permutation(call.numel, static_cast<uint64_t>(seed));
   const uint8_t* bits = reinterpret_cast<const uint8_t*>(call.words);  // of any alignment
   const Counted counted = count_bits(bits, call.positions, nnz);

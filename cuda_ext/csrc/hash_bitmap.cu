@@ -33,8 +33,8 @@ MS_INLINE int64_t bitmap_tiles(int64_t positions) {
 }
 
 struct BitmapWorkspace {
-  ScanState* states;  // zeroed, one for each tile
-  unsigned* ticket;   // zeroed
+  ScanState* states;     // zeroed, one for each tile
+  unsigned* ticket;      // zeroed
   unsigned* stray_bits;  // zeroed; 1 if a bit is behind the last position
   int64_t zeroed_bytes;
   int64_t bytes;

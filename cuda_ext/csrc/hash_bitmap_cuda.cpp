@@ -24,8 +24,8 @@ Tensor hash_bitmap_pack_cuda(const Tensor& values, const Tensor& words, const Te
 Tensor hash_bitmap_add_cuda(const Tensor& acc, const Tensor& words, const Tensor& values,
                             int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
                             int64_t seed, bool permuted) {
-  BitmapArguments call = check_bitmap_add(acc, words, values, value_dtype, nnz, partition,
-                                          partitions, seed, permuted);
+  BitmapArguments call =
+      check_bitmap_add(acc, words, values, value_dtype, nnz, partition, partitions, seed, permuted);
   check_alignment(words, 4, "hash_bitmap_add_: words");
   check_alignment(values, dtype_bytes(call.value_dtype), "hash_bitmap_add_: values");
   torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());

@@ -81,7 +81,7 @@ class Run:
         return self.out / self.name
 
     @property
-    def where(self) -> dict[str, int | None]:
+    def where(self) -> dict[str, Any]:
         """The cells of a row that say on which links it ran."""
         return (
             dict(BedLinks(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
