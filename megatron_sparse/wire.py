@@ -142,10 +142,14 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
 
 
 def _most_value_words(nnz: int, chunks: int, value_dtype: int) -> int:
-    """Words of values that lie in this many chunks, at most."""
+    """The most words (4 bytes each) that values take which lie in this many chunks.
+
+    In each chunk the last group, plane or word may be filled in part.
+    """
     if value_dtype in RICE_BITS:
-        planes = nnz // _RICE_PLANE + chunks  # each chunk rounds up
-        return nnz // _RICE_GROUP + chunks + RICE_BITS[value_dtype] * planes
+        scales = nnz // _RICE_GROUP + chunks
+        planes = nnz // _RICE_PLANE + chunks  # one word for each bit of a value
+        return scales + RICE_BITS[value_dtype] * planes
     return nnz if VALUE_BYTES[value_dtype] == 4 else nnz // 2 + chunks
 
 

@@ -61,7 +61,8 @@ def cost(run: DryRun) -> None:
     """All pieces at once, twice; the n parts of a piece are added in between.
 
     With s = N b bytes: 2 alpha + 2 (n - 1) / n s beta. A reduce-scatter takes the first half.
-    Added: n - 1 additions of one piece, and a copy of it; two where values are narrower than fp32.
+    Local work on top: n - 1 additions of one piece and a copy of it; where values are narrower than
+    fp32, two copies.
     """
     numel = run.shape.numel / run.n
     run.clocks.everybody_at_once(numel * run.b)

@@ -139,10 +139,11 @@ def encode_own_shard(
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
     """Encodes the sum of this rank's shard; if sizes are not fixed, sends its size to every rank.
 
-    Sizes are fixed of `dense` records, and in capacity mode.
+    `dense` records have fixed sizes, and so has every record in capacity mode.
 
     Returns:
-        A buffer that begins with the records and has room for those of all ranks; their sizes.
+        A buffer that begins with this rank's records and has room for those of all ranks; the size
+        of each rank's records.
     """
     transport = sums.exchange.transport
     own_cut = cuts[transport.rank]
@@ -154,12 +155,14 @@ def encode_own_shard(
     slots_S = sums.slots_of_sum(own_cut)
     if slots_S is not None:  # capacity mode; the last offset is the end of the records
         offsets_by_cut = [sums.slots_of_sum(cut) for cut in cuts]
+        # Where one shard has slots all have: the test is for type checkers.
         sizes = [int(offsets[-1]) for offsets in offsets_by_cut if offsets is not None]
         buffer = sums.take("gathered", sum(sizes))
         sums.encode(own_cut, sums.gather_dtype, buffer, slots_S=slots_S)
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
+    # Short messages may mix with those of other buckets. Each rank decides about its own.
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
@@ -226,8 +229,14 @@ def spread_sums_cost(
     (gather or gather_sums_cost)(run, form.nbytes(shard, sent_n, run.b), decoding_n)
 
 
-def gather_sums_cost(run: DryRun, sizes: Density, decoding: Density) -> None:
-    """Every owner sends its sum to all, pairwise; a sum is decoded while the next one travels."""
+def gather_sums_cost(run: DryRun, sizes: float | np.ndarray, decoding: float | np.ndarray) -> None:
+    """Every owner sends its sum to all, pairwise; a sum is decoded while the next one travels.
+
+    Args:
+        run: its clocks are advanced.
+        sizes: bytes of each owner's sum, or one number for all.
+        decoding: seconds to decode each owner's sum, or one number for all.
+    """
     ranks = np.arange(run.n)
     sizes_n, decoding_n = (np.broadcast_to(values, run.n) for values in (sizes, decoding))
     # Step, bytes, and the decoding of what the round before brought; at first the rank's own sum.

@@ -100,8 +100,8 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
     """Lets a collective that takes messages of fixed size check the reports of the codec calls.
 
     On CUDA the calls report errors to device memory. The host reads it when everything has been
-    posted. The collective then raises `WireFormatError` if a peer's records are not what was
-    announced.
+    posted, and the bucket may be used before (`QUEUED`). The collective then raises
+    `WireFormatError` if a peer's records are not what was announced.
     """
 
     @wraps(collective)

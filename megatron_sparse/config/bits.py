@@ -57,7 +57,7 @@ def resolve_bits(
     Args:
         compression: not mutated.
         scheme: not mutated.
-        candidates: `planner.schemes`.
+        candidates: as of `sends_full_values`.
 
     Raises:
         ConfigError: bits that the user has named do not go with the other keys.
@@ -77,14 +77,14 @@ def resolve_bits(
     _check_value_bits(compression, scheme)
     # After the values: `auto` sends sums in few bits only where values have few.
     if scheme.sum_bits == "auto":
-        few = compression.value_bits is not None and _owners_keep_the_rest(compression, scheme)
+        few = compression.value_bits is not None and _residual_keeps_sum_errors(compression, scheme)
         scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if few else None)
     _check_sum_bits(compression, scheme)
     return compression, scheme
 
 
-def _owners_keep_the_rest(compression: CompressionConfig, scheme: SchemeConfig) -> bool:
-    """Whether the owner of a sum has an fp32 residual for what few bits leave of it."""
+def _residual_keeps_sum_errors(compression: CompressionConfig, scheme: SchemeConfig) -> bool:
+    """Whether the owner of a sum adds what few bits lose of it to an fp32 residual."""
     return compression.residual_dtype == "fp32" and scheme.name != "hierarchical"
 
 
@@ -121,7 +121,7 @@ def _check_sum_bits(compression: CompressionConfig, scheme: SchemeConfig) -> Non
             got=f"scheme.format={scheme.format}",
             remedy="set scheme.format=rice, or scheme.sum_bits=null",
         )
-    if not _owners_keep_the_rest(compression, scheme):
+    if not _residual_keeps_sum_errors(compression, scheme):
         raise ConfigError(
             f"scheme.sum_bits={bits}: a sum's owner has no fp32 residual for it",
             expected="compression.residual_dtype=fp32, and a scheme without a hierarchy",

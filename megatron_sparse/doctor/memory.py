@@ -345,7 +345,7 @@ def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
 
 
 def _sent_inside(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
-    """Bytes that a rank's dense sum inside its node or instance takes over gloo, by purpose.
+    """Bytes of the buffers of a rank's dense sum inside its node or instance, by purpose; on gloo.
 
     `dense_allpairs` receives the piece of each other member, and adds narrow ones up in fp32.
     """

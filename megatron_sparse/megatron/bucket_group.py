@@ -174,10 +174,10 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_dispatched = True
 
     def _prepare_alone(self) -> None:
-        """Runs Megatron's method over groups of one rank, for its preparation alone."""
+        """Runs Megatron's method over groups of one rank: all of it but its collective."""
         alone = self.sparse_attachment.alone
-        # The attributes are those with process groups. Megatron waits for the previous bucket to
-        # save the memory of its all-to-all; there is none here.
+        # `attributes` are those that hold process groups. With a previous bucket Megatron would
+        # wait for its all-to-all, whose memory it limits so; there is no all-to-all here.
         changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
         changed["previous_grad_reduce_bucket_group"] = None
         before = {name: getattr(self, name, None) for name in changed}

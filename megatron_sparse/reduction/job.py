@@ -183,7 +183,7 @@ after the backend's own timeout, whose error says more."""
 
 
 class Pending[T]:
-    """A job under way. Call `wait` once, or else its two halves, each once.
+    """A job under way. Call `wait` once, or else `wait_until_queued` and `confirm`, each once.
 
     A job ends in two steps. When it is *queued*, all of its work on the device is on a stream, and
     the bucket can be used on every stream that waits for `finish_event`. When it has *ended*, its
@@ -201,8 +201,8 @@ class Pending[T]:
             Must neither block nor raise.
 
     Attributes:
-        after: a job submitted before, whose memory this one takes over: it begins on the device
-            when that one's work there has ended. Set it before `Progress.submit`.
+        after: a job submitted before, whose memory this one reuses: on the device this one's work
+            begins after that job's. Set it before `Progress.submit`.
         error: the error that ended the job; None without one.
         result: what the job returned; None before its end, and after an error.
         finish_event: on CUDA, marks the end of the job's work on its stream.

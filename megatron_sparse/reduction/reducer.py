@@ -248,8 +248,8 @@ class GradientReducer:
         self._sent_while_off.clear()
 
     def record_of_host(self, bucket: Bucket, step: int) -> BucketRecord:
-        """The record of a bucket that is left to the host, which launches its collective now."""
-        record = self.job(bucket, step).record
+        """The record of a bucket that Megatron sums itself: it launches its collective now."""
+        record = self.job(bucket, step).record  # the job itself does not run
         record.nnz = bucket.numel
         record.message_bytes = bucket.grad_N.nbytes
         record.wire_bytes = record.dense_bytes

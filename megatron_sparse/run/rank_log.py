@@ -84,7 +84,7 @@ def _redirected(target: int) -> Iterator[None]:
     except (MegatronSparseError, SystemExit, KeyboardInterrupt):
         raise
     except BaseException:
-        traceback.print_exc()  # into the log; the others are told by who catches them
+        traceback.print_exc()  # into the log; callers print the exceptions above themselves
         raise
     finally:
         sys.stdout.flush()

@@ -73,7 +73,7 @@ class RingRuns:
         transport: the group.
         case: the bucket and gradients.
         clock: this rank's.
-        timer: receives the codec's time; a virtual rank's charges for it.
+        timer: receives the codec's time; that of a virtual rank also advances its clock.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class RingRuns:
         self._transport, self._case = transport, case
         self._clock, self._timer = clock, timer
         self._buffers = MessageBuffers()
+        # By format, operation and density.
         self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
     def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:

@@ -307,7 +307,7 @@ class VirtualRanks:
         if rank == n - 1:
             transport.charge(self._delay_s)
         record = yield from path.steps(bucket, step)
-        # Only now: with `scheme.sum_bits` an owner's residual keeps what the gathered sum loses.
+        # The residual of now: with `scheme.sum_bits` the collective adds what the sum has lost.
         sent_N = given_N.float() + before_N - path.residual(bucket)
         return _Outcome(bucket.grad_N[self._case.owned(rank, n)], sent_N, record)
 

@@ -300,7 +300,16 @@ def run[Cases: Rounds](
 
 
 def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:
-    """Runs a command of `megatron-sparse` as every rank, over loopback or on the test bed.
+    """Runs a command of `megatron-sparse` in a process for each rank, on loopback or the test bed.
+
+    Args:
+        command: with its options.
+        place: says which of the two.
+        ranks: how many.
+        mbit: rate of the test bed's links; None for no limit.
+
+    Returns:
+        The exit code of the first rank that failed, or 0.
 
     Raises:
         ConfigError: there is no test bed.
