@@ -223,11 +223,6 @@ class Layout:
             piece_parameter=tuple(piece_parameter),
         )
 
-    def shard_offsets(self, shard: int) -> torch.Tensor:
-        """Offsets of the segments that make up one shard."""
-        first, last = self.shard_segments[shard], self.shard_segments[shard + 1]
-        return self.segment_offsets[first : last + 1]
-
 
 def _pieces(bucket: Bucket) -> tuple[list[int], list[int], list[tuple[bool, bool]]]:
     """The offsets of parameters and paddings, and each one's parameter (-1 for padding) and kind.

@@ -69,11 +69,11 @@ def test_adjacent_parameters_of_one_kind_share_a_segment():
     assert layout.range_offsets.tolist() == [0, 4, 8, 10, 12, 20]
 
 
-def test_shard_offsets_name_the_segments_of_one_shard():
+def test_shard_segments_are_the_segments_of_each_shard():
     bucket = _bucket([5, 3], [False, True], 2, CollectiveOp.REDUCE_SCATTER)
     layout = bucket.layout(sharded=True)
-    assert layout.shard_offsets(0).tolist() == [0, 4]
-    assert layout.shard_offsets(1).tolist() == [4, 5, 8]
+    assert layout.segment_offsets.tolist() == [0, 4, 5, 8]
+    assert layout.shard_segments == (0, 1, 3)
 
 
 def test_long_segments_are_split(monkeypatch):

@@ -132,7 +132,7 @@ class LaneParts:
     Args:
         bucket: the bucket to synchronise.
         layout: of a rank's message, cut into shards for a reduce-scatter.
-        lanes: this rank's node and lane.
+        lanes: of this rank; also an attribute.
 
     Attributes:
         shards: for a reduce-scatter, the elements of each rank's shard; else empty.

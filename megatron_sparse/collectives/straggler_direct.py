@@ -47,10 +47,10 @@ from megatron_sparse.collectives.base import (
     Steps,
     Subgroup,
     Yielded,
+    exchange_sizes,
     whole_group,
-    without,
 )
-from megatron_sparse.collectives.direct import direct, encode_own_shard, split
+from megatron_sparse.collectives.direct import direct, split
 from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.records import Cut, check_announced, message_parts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
@@ -65,7 +65,7 @@ from megatron_sparse.collectives.straggler_shares import (
 from megatron_sparse.formats.message import Message
 from megatron_sparse.straggler.schedule import early_ranks
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.base import Marker, SubsetTransport
+from megatron_sparse.transport.base import SubsetTransport
 
 NAME = "straggler_direct"
 
@@ -121,10 +121,13 @@ class _Run:
         sums = SparseSum(exchange, self.message)
         sums.gather_dtype = sums.partial_dtype  # the early sum is not complete
         yield from split(self.identity, self.chunks, sums, early, last=False)
-        encoding = encode_own_shard(self.identity, self.chunks, sums)
-        buffer, early_sizes = yield from without(encoding, Marker)  # handshakes follow, in order
-        own_bytes = early_sizes[early.rank]
-        own, room = buffer[:own_bytes], buffer[own_bytes : sum(early_sizes)]
+        # Not `encode_own_shard`: its buffer has room for all chunks sent whole, in every bucket.
+        chunk, dtype = self.chunks[early.rank], sums.gather_dtype
+        own = sums.encode(chunk, dtype, sums.take("given", chunk.capacity(dtype)))
+        table = yield from exchange_sizes([own.numel()], self.identity, subset)
+        early_sizes = [size for (size,) in table]
+        check_announced(early_sizes, self.chunks, dtype, self.early_ranks)
+        room = sums.take("gathered", sum(early_sizes) - own.numel())
         place = sums.placer(self.chunks)
         yield from pairwise_all_gather(own, room, early_sizes, early, place, last=False)
         (late_sizes,) = yield from self._shake_hands([own.numel()])

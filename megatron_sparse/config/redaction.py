@@ -106,7 +106,7 @@ def is_secret_name(name: str) -> bool:
     """
     snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # of `apiKey` too
     # A number at the end says nothing: API_KEY_2 is a key.
-    snake = re.sub(r"(?:_\d+)+$", "", snake)
+    snake = re.sub(r"(?:_\d*)+$", "", snake)
     is_variable = _SECRET_VARIABLE.fullmatch(snake) is not None
     return is_variable or _SECRET_NAME.search(snake.lower()) is not None
 

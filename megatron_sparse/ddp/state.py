@@ -58,7 +58,7 @@ class DDPState(HostState):
         name, because DDP makes new buckets after the first iteration.
 
     Args:
-        ddp: the model, before its first backward pass.
+        ddp: the model. Passes before `register_comm_hook` are synchronised by DDP itself.
         config: a `SparseConfig`, whose `tracking` is ignored, or the name of a preset, e.g.
             `"safe"`.
         scaler: the GradScaler of the loop: residuals follow its scale.
@@ -72,6 +72,7 @@ class DDPState(HostState):
         HostError: the model is not one that DDP wrapped, or it spreads over several devices.
         ConfigError: a value is refused, or the parameters are fp16. In the first backward pass: a
             GradScaler is in use that the state does not know.
+        DependencyError, ExtensionError: a rank's GPU has no compiled kernels.
 
     Example:
         >>> state = DDPState(ddp_model, density=0.01)  # doctest: +SKIP

@@ -173,8 +173,8 @@ def _megatron() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    """Checks the other packages that training needs, and Triton, without which it is slower."""
-    triton = "pip install triton (torch brings it on Linux): it selects faster on GPUs"
+    """Checks the other packages that training needs; Triton, for dense steps on GPUs."""
+    triton = "pip install triton (torch brings it on Linux): dense steps on GPUs need it"
     packages: tuple[tuple[str, str, str, Status], ...] = (
         ("Hydra", "hydra-core", "pip install hydra-core", "fail"),
         ("tokenizers", "tokenizers", TRAIN_EXTRA, "fail"),
@@ -229,7 +229,8 @@ def _extension() -> Iterator[Check]:
             compiles = "" if found["built"] else cuda_ext.compiles_first(part)
             useless = ": the plugin cannot run on this GPU" if part == "cuda" else ""
             outcome = f"; {compiles}" if compiles else useless
-            yield Check(name, "warn", f"{found['reason']}{outcome}", "megatron-sparse build")
+            status: Status = "warn" if compiles or part == "cpu" else "fail"
+            yield Check(name, status, f"{found['reason']}{outcome}", "megatron-sparse build")
 
 
 def _nvcc() -> Iterator[Check]:

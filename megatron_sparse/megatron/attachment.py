@@ -358,6 +358,7 @@ def attach(
         HostError: Megatron lacks a function that the plugin hooks, or the model is of a kind that
             the plugin refuses.
         ConfigError: a value is refused, or fp16 without the optimizer. Nothing is attached then.
+        DependencyError, ExtensionError: a rank's GPU has no compiled kernels.
 
     Example:
         >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP

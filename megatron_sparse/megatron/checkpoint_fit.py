@@ -2,7 +2,7 @@
 
 Megatron saves its arguments in each checkpoint. It refuses some differences with an assertion in
 every rank after the start, and fails over others with shapes or keys that do not match. Here each
-is one error that names the keys and the ways out.
+is one error that names the keys and the ways out. Only the format torch_dist is compared.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
     state = common_state(checkpoint)
     saved = state.get("args")
     if saved is None:
-        logger.warning("%s is not compared: a format without Megatron's arguments", checkpoint)
+        logger.warning("%s is not compared: only those of --ckpt-format torch_dist are", checkpoint)
         return
     wanted = wanted_arguments(config, vocab_size)
     _check_shape(saved, wanted, checkpoint)

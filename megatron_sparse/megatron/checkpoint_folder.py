@@ -30,12 +30,10 @@ class ChosenCheckpoint:
 
     Attributes:
         iteration: of the newest complete one that the tracker allows; None if there is none.
-        tracked: what the tracker says; None if it is missing or damaged.
         damage: why `iteration` is not what the tracker says; empty if it is.
     """
 
     iteration: int | None
-    tracked: int | None
     damage: str = ""
 
 
@@ -81,19 +79,19 @@ def choose(folder: Path) -> ChosenCheckpoint:
     taken: a user who goes back to an older checkpoint writes its number into the tracker.
     """
     if is_release(folder):
-        return ChosenCheckpoint(0, 0)
+        return ChosenCheckpoint(0)
     named = tracked(folder)
     reason = f"{TRACKER} is missing or damaged"
     if named is not None:
         problem = damage(checkpoint(folder, named))
         if problem is None:
-            return ChosenCheckpoint(named, named)
+            return ChosenCheckpoint(named)
         reason = f"the checkpoint of iteration {named} is not complete: {problem}"
     for iteration in saved_iterations(folder):
         is_allowed = named is None or iteration < named
         if is_allowed and damage(checkpoint(folder, iteration)) is None:
-            return ChosenCheckpoint(iteration, named, reason)
-    return ChosenCheckpoint(None, named, reason)
+            return ChosenCheckpoint(iteration, reason)
+    return ChosenCheckpoint(None, reason)
 
 
 def saved_iterations(folder: Path) -> list[int]:

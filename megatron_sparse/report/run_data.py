@@ -195,6 +195,11 @@ def _load_summary(
             "the iterations so far"
         )
     totals = history.summary()
+    if found and found.get("iterations") != totals["iterations"]:
+        gaps.append(
+            f"{SUMMARY_FILE} counts other iterations than the lines: the run has gone on since, "
+            "or lines are damaged"
+        )
     asked = config.get("compression.density", found.get("target_density"))
     return {
         "name": config.get("name"),

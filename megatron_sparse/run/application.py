@@ -137,7 +137,17 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
         """What Hydra calls with each combination."""
         _run_of_sweep(composed, command, swept)
 
-    _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
+    try:
+        _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
+    except OSError as error:
+        if folder.is_dir():
+            raise
+        raise ConfigError(
+            "the sweep's folder cannot be made",
+            expected="a folder that can be made and written",
+            got=error,
+            remedy="choose another runs_dir, or free the disk",
+        ) from None
     if folder.is_dir():  # not after --cfg or --help
         sweep.check(folder)
 

@@ -126,7 +126,7 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
     Raises:
         ConfigError: the data and the model do not fit, settings of the plugin do not, a file of the
             planner cannot be read, or a flag of Megatron is set that a key of ours owns.
-        DependencyError: a package that the ranks or the optimizer need is missing.
+        DependencyError: a package that the ranks need is missing.
         DatasetError: the corpus is missing or damaged.
     """
     from megatron_sparse.megatron import training

@@ -54,12 +54,12 @@ def commit(checkout: Path) -> str | None:
     """The commit of a checkout, with `-dirty` if files are not as committed; None without git."""
     # Otherwise git may write to the index while another process uses it.
     git = ["git", "--no-optional-locks", "-C", str(checkout)]
-    described = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         # A checkout inside another repository is not that repository's commit.
         if Path(_output([*git, "rev-parse", "--show-toplevel"])) != checkout:
             return None
-        return _output(described)
+        changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+        return _output([*git, "rev-parse", "HEAD"]) + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -153,7 +153,7 @@ def _of_step(folder: Path, step: int) -> Path:
             f"the checkpoint of megatron.ckpt_step={step} is not complete",
             expected=f"a complete checkpoint {path}",
             got=problem,
-            remedy="choose another iteration, or leave out the key for the newest complete one",
+            remedy=f"choose another iteration, or leave out the key for the one in {TRACKER}",
         )
     return path
 

@@ -1,6 +1,6 @@
 """A figure: makes its rows, and turns them into a CSV and a PNG.
 
-The picture uses only the rows in the CSV. Every title names their source; the default is a model.
+The picture uses only the rows in the CSV. A paper's figure says in its title that it is a model.
 The colours are those of Okabe and Ito, which colour-blind readers can tell apart; series also
 differ in marker and line.
 """
@@ -48,7 +48,6 @@ class Figure:
         rows: makes the data; its argument `fast` asks for a much smaller sweep.
         draw: puts rows onto an empty canvas.
         height_in: of the picture.
-        label: the source of the numbers, for the title.
     """
 
     paper: str
@@ -58,7 +57,6 @@ class Figure:
     rows: Callable[[bool], list[Row]]
     draw: Draw
     height_in: float = 4.5
-    label: str = MODEL
 
     @property
     def name(self) -> str:
@@ -79,7 +77,7 @@ class Figure:
             DependencyError: matplotlib is missing.
         """
         short = ", reduced sweep" if fast else ""
-        title = f"{self.title}\n{self.label}{short}. {self.assumptions}"
+        title = f"{self.title}\n{MODEL}{short}. {self.assumptions}"
         return write_picture(
             folder, self.name, self.rows(fast), self.draw, self.height_in, title=title
         )
@@ -149,22 +147,10 @@ Style = tuple[str, str, str]
 """Colour, marker, dash."""
 
 
-def styles_of(
-    rows: Sequence[Row], colour: str = "series", form: str = "series"
-) -> dict[str, Style]:
-    """The style of each series of a figure, the same in all panels.
-
-    Args:
-        rows: of the whole figure.
-        colour: column; each of its values gets a colour.
-        form: column; each of its values gets a marker and a dash.
-    """
-    colours = dict(zip(groups(rows, colour), itertools.cycle(COLOURS), strict=False))
-    markers = dict(zip(groups(rows, form), itertools.cycle(MARKERS), strict=False))
-    dashes = dict(zip(groups(rows, form), itertools.cycle(DASHES), strict=False))
-    return {
-        row["series"]: (colours[row[colour]], markers[row[form]], dashes[row[form]]) for row in rows
-    }
+def styles_of(rows: Sequence[Row]) -> dict[str, Style]:
+    """The style of each series of a figure, the same in all panels; `rows` are all of its rows."""
+    looks = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
+    return dict(zip(groups(rows, "series"), looks, strict=False))
 
 
 def draw_lines(

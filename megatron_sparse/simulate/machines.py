@@ -67,7 +67,7 @@ PERLMUTTER_RING = Machine(
 PERLMUTTER_LANES = Machine(
     "Perlmutter, A100",
     ranks_per_node=4,
-    # The ring within the node is NCCL's; alpha as fitted for `RING_HOP_S`.
+    # The ring within the node is NCCL's; alpha: fitted, see `pccl`.
     intra=Link(8e-6, 1 / (100 * GB)),
     # A card for each GPU (PCCL, section 5.1). Alpha: fitted, see `pccl`.
     inter=Link(340e-6, 1 / (25 * GB)),

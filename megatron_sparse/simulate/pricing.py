@@ -259,9 +259,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
     return JobCost(cluster.modelled_s, local_s, max(sent) * job.scale)
 
 
-def seconds_of_ring(
-    world_size: int, nbytes: float, links: tuple[Link, ...], seconds_a_byte: float = 0.0
-) -> float:
+def seconds_of_ring(world_size: int, nbytes: float, links: tuple[Link, ...]) -> float:
     """The virtual cluster's time for a dense ring's all-gather or reduce-scatter, in closed form.
 
     A rank starts a step when it has sent and received the messages of the step before. So all ranks
@@ -272,7 +270,6 @@ def seconds_of_ring(
         world_size: ranks n; the ring passes each rank once.
         nbytes: of the whole buffer.
         links: the kinds of links in the ring; no two ranks use a link at once.
-        seconds_a_byte: of local work on each piece that arrives.
 
     Example:
         >>> seconds_of_ring(4, 400.0, (Link(1.0, 0.01), Link(0.5, 0.01)))
@@ -280,7 +277,7 @@ def seconds_of_ring(
     """
     piece = nbytes / world_size
     step_s = max(link.alpha_s + link.beta_s * piece for link in links)
-    return (world_size - 1) * (step_s + seconds_a_byte * piece)
+    return (world_size - 1) * step_s
 
 
 def make_bucket(job: Job, grad_N: torch.Tensor) -> Bucket:

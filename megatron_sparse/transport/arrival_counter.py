@@ -172,5 +172,6 @@ class StoreArrivalCounter:
             self._store.delete_key(arrival.key)
 
     def _completed(self, arrival: _Arrival) -> bool:
-        """Whether all ranks have arrived at this visit. Adding 0 reads a counter."""
-        return self._store.add(arrival.complete_key, 0) >= arrival.visit
+        """Whether all ranks have arrived at this visit. Adding 0 would write to a file store."""
+        key = arrival.complete_key  # `get` would wait for a key that is missing
+        return self._store.check([key]) and int(self._store.get(key)) >= arrival.visit

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives.records import shard_cuts
 from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
@@ -161,7 +162,7 @@ def _sent_bytes(case, nodes):
     free = [_prunable(oracle, shard) for shard in range(n)]
     everywhere = list(itertools.chain(*free))
     initial = [int(x[everywhere].count_nonzero()) / len(everywhere) for x in inputs]
-    offsets = [int(oracle.layout.shard_offsets(shard)[0]) for shard in range(n)] + [case.numel]
+    offsets = [cut.elements.start for cut in shard_cuts(oracle.layout)] + [case.numel]
     partial_bytes = 2 if oracle.partial == "bf16" else 4
     sent, last = [0] * n, [0.0] * n
     for rank in range(n):

@@ -85,9 +85,7 @@ def test_every_way_of_selecting(not_waiting: NotWaiting, overrides: dict[str, An
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCHEMES if name.startswith("dense_") and "broadcast" not in name]
-)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("dense_")])
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:
     check(not_waiting, Ranks(op, scheme=name))

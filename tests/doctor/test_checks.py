@@ -160,8 +160,8 @@ USELESS = ": the plugin cannot run on this GPU"
         (False, "cpu", MISSING, "", "warn", "no compiler here"),
         (False, "cpu", MISSING, "takes minutes", "warn", "no compiler here; takes minutes"),
         (False, "cuda", MISSING, "", "ok", "not built; this machine has no GPU to run it on"),
-        (True, "cuda", MISSING, "", "warn", f"no compiler here{USELESS}"),
-        (True, "cuda", BUILT | {"reason": "no symbol"}, "", "warn", f"no symbol{USELESS}"),
+        (True, "cuda", MISSING, "", "fail", f"no compiler here{USELESS}"),
+        (True, "cuda", BUILT | {"reason": "no symbol"}, "", "fail", f"no symbol{USELESS}"),
     ],
 )
 def test_extension_matters_where_it_could_run(
@@ -178,7 +178,7 @@ def test_extension_matters_where_it_could_run(
     )
     monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    remedy = "megatron-sparse build" if status == "warn" else ""
+    remedy = "megatron-sparse build" if status != "ok" else ""
     name = f"extension, {part}"
     assert looked(doctor._extension) == {name: Check(name, status, detail, remedy)}
 

@@ -136,7 +136,6 @@ MISTAKES = (
     Mistake("report thesis", "the folder of a run"),
     Mistake("profile made", "tracking.record_gradients_iters"),
     Mistake("profile no/such/folder", "no gradient dump", "record_gradients_iters"),
-    Mistake("view made --iteration 3", "use `report RUN`"),
     Mistake("view no/run --follow", "not the folder of a run"),
     Mistake("corpus --kind poems --output data", "code | prose"),
     # Where the output goes.

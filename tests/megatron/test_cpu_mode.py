@@ -124,12 +124,16 @@ def test_training_patches_are_applied_once(rank):
 
 
 def test_the_index_builder_is_compiled_only_where_the_source_is(tmp_path):
-    """The wheel has no Makefile, a checkout of Megatron has."""
+    """Or where the library is missing. The wheel has no Makefile, a checkout of Megatron has."""
     calls = []
     repaired = repairs.unless_built(lambda: calls.append("make"), tmp_path)
-    (tmp_path / "helpers_cpp.cpython-312.so").touch()
+    library = tmp_path / "helpers_cpp.cpython-312.so"
+    library.touch()
     repaired()
     assert calls == []
+    library.unlink()
+    repaired()
+    assert calls.pop() == "make"
     (tmp_path / "Makefile").touch()
     repaired()
     assert calls == ["make"]

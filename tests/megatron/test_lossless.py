@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sparse.errors import ConfigError
 from tests.megatron.parallel_gpt import HIDDEN, OVERLAP, SHARDED, Layout
 from tests.megatron.train_ranks import AT_TARGET, equal, of_all_ranks, on_ranks, running
 
@@ -72,12 +71,3 @@ def test_the_embeddings_gradient_is_denses_and_costs_less(rank, form):
     everything = _train(rank, layout, scheme="direct", lossless_patterns=["."])
     assert equal(dense.weights, everything.weights)
     assert not any(view.any() for view in everything.residuals.values())
-
-
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_a_name_that_both_lists_find_is_refused(rank):
-    both = {"keep_patterns": ["word_"], "lossless_patterns": ["embedding"]}
-    refused = pytest.raises(ConfigError, match="not by both")
-    with refused as caught, running(FORMS["all_reduce"], **PRUNED, **both):
-        pass
-    assert NAME in str(caught.value)

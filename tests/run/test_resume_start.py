@@ -236,6 +236,15 @@ class TestFit:
         assert arguments.passed_flags(loads, own=False) == loads.megatron
         assert arguments.passed_flags(own, own=True) == own.megatron
 
+    def test_the_optimizer_of_muon_is_not_compared(self, runs, monkeypatch):
+        """Megatron saves the names that its validation gives optimizer and sharding."""
+        checkpoint_folder.track(runs / "mine/checkpoints", 1)
+        state = checkpoint_fit.common_state(checkpoint(runs / "mine/checkpoints", 1))
+        state["args"].optimizer = "muon"
+        monkeypatch.setattr(checkpoint_fit, "common_state", lambda _: state)
+        muon = ("megatron.optimizer=muon", f"{SHARDED}=true")
+        assert start_of(runs, "resume=must", *muon).iteration == 1
+
     def test_the_vocabulary(self, runs):
         with pytest.raises(CheckpointError, match=r"model\.vocab_size=512"):
             checkpoint_fit.check(config_of(runs), 700, checkpoint(runs / "mine/checkpoints", 2))
@@ -260,7 +269,7 @@ class TestPartial:
     def test_the_newest_complete_one_is_taken(self, runs, name, length, capsys):
         """A file of the newest is cut to a length, or is missing, or its whole folder is."""
         folder = runs / "mine/checkpoints"
-        assert choose(folder) == checkpoint_folder.ChosenCheckpoint(2, 2)
+        assert choose(folder) == checkpoint_folder.ChosenCheckpoint(2)
         damaged = checkpoint(folder, 2) / name
         if length is not None:
             os.truncate(damaged, length)

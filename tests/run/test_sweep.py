@@ -116,6 +116,11 @@ class TestMultirun:
         with pytest.raises(ConfigError, match="would have the folder"):
             self.sweep(monkeypatch, tmp_path, lambda config: 0, *swept)
 
+    def test_a_folder_that_cannot_be_made_is_a_typed_error(self, monkeypatch, tmp_path):
+        (tmp_path / "sweep").touch()
+        with pytest.raises(ConfigError, match="the sweep's folder cannot be made"):
+            self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
+
     def test_an_earlier_sweep_of_the_same_folder_does_not_count(self, monkeypatch, tmp_path):
         sweep.RunEnd("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
         assert self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")

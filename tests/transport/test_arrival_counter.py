@@ -107,3 +107,23 @@ def test_the_same_waits_from_modelled_clocks():
     waited = cluster.run(start)
     assert cluster.clock_s == delays_s, "measuring takes no time"
     assert [each.result() for each in waited] == [5.0, 0.0, 3.0]
+
+
+def test_an_arrival_that_is_read_after_a_later_one_is_settled(counters, monkeypatch):
+    made = counters(2)
+    store = made[0]._store
+
+    class Late:
+        def get(self, key):
+            found = store.get(key)
+            return found if int(found) == 2 else b"0"
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    monkeypatch.setattr(made[0], "_store", Late())
+    waits = [made[0].arrive("b") for _ in range(2)]
+    time.sleep(LATE_S / 4)  # it is not the last one to count
+    waits += [made[1].arrive("b") for _ in range(2)]
+    for wait in waits:
+        wait.result(timeout=DEADLINE_S)

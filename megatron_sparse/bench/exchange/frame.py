@@ -25,6 +25,7 @@ from megatron_sparse.bench.exchange.options import CalibrationOptions, NodePlace
 from megatron_sparse.bench.table import HostLoad, foreign_share, print_rows, torch_threads
 from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
+from megatron_sparse.reduction.host_state import check_kernels_of_all
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.rows import CellRow
@@ -53,6 +54,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
     Raises:
         CommunicationError: the ranks cannot reach one another.
         ConfigError: the engine without a GPU, or gloo without its network interface.
+        DependencyError, ExtensionError: a GPU has no kernels (`check_kernels_of_all`).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             world_size=world_size,
             timeout=timedelta(seconds=cases.timeout_s),
         )
+        check_kernels_of_all(self._device)
         world = dist.group.WORLD
         assert world is not None, "just made"
         self._transport = ProcessGroupTransport(
