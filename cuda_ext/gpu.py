@@ -15,14 +15,24 @@ from megatron_sparse.errors import ExtensionError
 def check_kernels(device: torch.device) -> None:
     """Refuses a CUDA device that the compiled kernels do not serve.
 
-    The first call for a device loads the extension's CUDA part, which may build it. Machine code
-    runs on GPUs of the same major version and the same or a higher minor one.
+    The first call for a device loads the extension's CUDA part, which may build it.
 
     Raises:
         DependencyError: a compiler or library for the build is missing.
         ExtensionError: the kernels cannot be built, or were not compiled for this GPU.
     """
     load("cuda")
+    check_architecture(device)
+
+
+def check_architecture(device: torch.device) -> None:
+    """Refuses a GPU that the kernels are not compiled for; loads and builds nothing.
+
+    Machine code runs on GPUs of the same major version and the same or a higher minor one.
+
+    Raises:
+        ExtensionError: they are not.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     same_major = [arch for arch in CUDA_ARCHS if arch // 10 == major]  # 90 is version 9.0
     if not any(arch % 10 <= minor for arch in same_major):

@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_sparse.cuda_ext import toolchain
-from megatron_sparse.errors import DependencyError
+from megatron_sparse.errors import DependencyError, ExtensionError
 from megatron_sparse.extras import installed_version
 from megatron_sparse.run.rows import write_rows
 
@@ -251,6 +251,8 @@ def _gpus() -> Iterator[Check]:
     """Lists the GPUs that torch sees; warns if it sees none that nvidia-smi might."""
     import torch
 
+    from megatron_sparse.cuda_ext.gpu import check_architecture
+
     if not torch.cuda.is_available():
         seen = shutil.which("nvidia-smi") is not None
         end = " though nvidia-smi is installed" if seen else ": gloo on CPU"
@@ -260,7 +262,12 @@ def _gpus() -> Iterator[Check]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         detail = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
-        yield Check(f"GPU {index}", "ok", detail)
+        try:
+            check_architecture(torch.device("cuda", index))
+        except ExtensionError as error:
+            yield Check(f"GPU {index}", "fail", f"{detail}: {error.what}", error.remedy or "")
+        else:
+            yield Check(f"GPU {index}", "ok", detail)
 
 
 def _collective_backends() -> Iterator[Check]:

@@ -70,7 +70,8 @@ def check_coo(gradient: torch.Tensor) -> None:
     It takes those that `torch.nn.Embedding(sparse=True)` makes: one sparse dimension, one dense.
 
     Raises:
-        ExtensionError: another layout, shape, dtype or device.
+        ExtensionError: another layout, shape or dtype.
+        DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
     """
     is_coo = gradient.layout == torch.sparse_coo
     is_row_sparse = is_coo and gradient.sparse_dim() == gradient.dense_dim() == 1

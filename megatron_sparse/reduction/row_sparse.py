@@ -91,6 +91,7 @@ class RowSparseReducer:
 
         Raises:
             ExtensionError: the gradient is of another kind.
+            DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
         """
         check_coo(gradient)
         whole = stand_in(name, gradient.shape, gradient.dtype, self.transport.world_size)
@@ -159,6 +160,7 @@ def row_sparse_all_reduce(
     Raises:
         ConfigError: `op` is unknown.
         ExtensionError: the gradient is of another kind.
+        DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
         CommunicationError: ranks disagree about shape, dtype or `op`, or one does not take part.
         WireFormatError: a peer's message is damaged.
 

@@ -183,6 +183,20 @@ def test_extension_matters_where_it_could_run(
     assert looked(doctor._extension) == {name: Check(name, status, detail, remedy)}
 
 
+@pytest.mark.parametrize(("major", "status"), [(9, "ok"), (12, "fail")])
+def test_a_gpu_that_no_kernel_is_compiled_for_fails(
+    monkeypatch: pytest.MonkeyPatch, major: int, status: doctor.Status
+) -> None:
+    gpu = SimpleNamespace(name="GPU", total_memory=2**37, major=major, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (major, 0))
+    check = looked(doctor._gpus)["GPU 0"]
+    assert check.status == status
+    assert ("MEGATRON_SPARSE_CUDA_ARCHS" in check.remedy) == (status == "fail")
+
+
 class TestTheTable:
     """Remedies can be copied from every kind of output."""
 

@@ -372,3 +372,9 @@ def test_many_buckets(tmp_path):
     assert "5 faster buckets are left out" in table.note
     assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")
     assert charts_of(data)["buckets"].svg().startswith("<svg")
+
+
+def test_a_summary_of_an_earlier_end_is_told(folder):
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"iterations": 7}))
+    assert any("has gone on since" in gap for gap in load_run(folder, 0).gaps)
