@@ -180,7 +180,10 @@ def check_capacity(
 
 
 def compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:
-    """Refuses counts that differ from the encoder's, with the error text of the CPU encoder."""
+    """Refuses given counts that are not what the CUDA encoder has found, after it has run.
+
+    The error has the words of the CPU encoder's.
+    """
     for segment, (found, given) in enumerate(zip(found_S.tolist(), given_S.tolist(), strict=True)):
         if found != given:
             what = f"nnz of segment {segment} is not what the gradient holds"

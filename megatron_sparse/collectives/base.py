@@ -44,8 +44,9 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
 
     Args:
         steps: the collective, or the stage.
-        kind: `Marker` (not `QUEUED`), where the job posts on after it; or `job.Gate`, where another
-            gate or none keeps the order.
+        kind: `Marker`, where the job posts more after these steps, so that their `POSTED` would be
+            untrue (they must not yield `QUEUED`, which would be left out too); or `job.Gate`, where
+            the caller keeps the order of posts by another gate, or needs none.
     """
     while True:
         try:

@@ -1,8 +1,8 @@
 """Sparse parameter server: one server, rank 0, adds everybody's messages.
 
 The centralised corner of ZEN's design space, and the baseline that every other scheme beats: all
-bytes cross the server's link. (With a server on every rank it is `direct`.) It has no cost: the
-planner never chooses it.
+bytes cross the server's link. (With a server on every rank it is `direct`.) It has no cost
+function: the planner never chooses it.
 
 Agreement: one all-gather of the collective's identity and of every rank's message size, 8 (2 + n)
 bytes a rank.

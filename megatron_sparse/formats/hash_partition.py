@@ -64,7 +64,7 @@ class PermutationHash:
         """The partition of each element.
 
         Raises:
-            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+            ExtensionError: an element is not in [0, numel), or the tensor is not int64 and 1-D.
         """
         return hash_ops.partition_of(elements_K, self.numel, self.partitions, self.seed)
 

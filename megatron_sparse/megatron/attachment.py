@@ -184,7 +184,7 @@ class Attachment(HostState):
         return Handle(pending, then)
 
     def left_to_megatron(self, group: GroupBuckets) -> TimedHandle | None:
-        """A handle that times Megatron's own collective, if a group needs no more; else None.
+        """A handle that times Megatron's own collective, if a group needs only that; else None.
 
         Call it right before Megatron launches. The first bucket's stage `network` lasts from the
         launch until Megatron has waited: its handle does not say when the collective ends.

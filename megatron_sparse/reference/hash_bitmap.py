@@ -38,7 +38,7 @@ def encode(
     dense = padded(values)
     # The codes of the forms: 0 bitmap, 1 dense.
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
-    sub_header = struct.pack("<IIQIIQ", *hash_fields, 0, form, len(elements))  # hash 0
+    sub_header = struct.pack("<IIQIIQ", *hash_fields, 0, form, len(elements))  # field `hash` is 0
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
     header = Header(
         format=FORMAT_HASH_BITMAP,

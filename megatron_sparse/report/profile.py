@@ -1,7 +1,7 @@
 """`megatron-sparse profile`: the sparsity of the gradients in a gradient dump.
 
-The table has a row for each bucket and one for all of them, concatenated; its numbers are means
-over the recorded iterations.
+The table has a row for each bucket and one for all of a process group, concatenated; its numbers
+are means over the recorded iterations.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
 
 
 def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
-    """The sample of a group's buckets laid one behind the other, as if they were one bucket."""
+    """The sample of a process group's buckets, one behind the other as if they were one bucket."""
     elements: list[np.ndarray] = []
     sizes = [member.profile.numel for member in members]
     starts = np.cumsum([0, *sizes[:-1]])

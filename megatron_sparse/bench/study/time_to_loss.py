@@ -147,7 +147,7 @@ def _named(
     how: Sequence[str],
     **of: Any,
 ) -> Run:
-    """The run of a setting on these links, one rank a host; None: over loopback, on one host.
+    """The run of a setting: on these links, one rank a host; without links over loopback, on one.
 
     `how` are the arguments of `train` in which runs differ, `which` ends the run's name, and `of`
     are more attributes of `Run`.
@@ -228,13 +228,13 @@ def _at_rate(whole: RunResult, timed: RunResult) -> RunResult:
 
 
 def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
-    """One row for each run, in their order; each rate and seed has plain Megatron among them."""
+    """One row for each run, in their order. Each rate and seed has a run of plain Megatron."""
     plains = {_race(each): each for each in outcomes if each.run.setting == PLAIN}
     rows = []
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # Megatron without the plugin (only such runs have these bits), at the same rate and seed.
+        # Those of Megatron without the plugin, which alone has `_bits_of_plain`; plain among them.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)
@@ -294,17 +294,17 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Loss over seconds, of the first seed; the final loss against plain's over bytes, of all."""
+    """Loss over seconds, of the first seed; `to_plain` of final losses over bytes, of all."""
     first_seed = min(each.run.seed for each in outcomes)
     curves = []
     for each in [each for each in outcomes if each.run.seed == first_seed]:
         of_run = {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
         curves += [of_run | {"seconds": seconds, "loss": loss} for seconds, loss in points(each)]
-    bytes_sent = [
+    finals = [  # `to_plain` of plain itself is null
         {"series": row.label, **picked(row, "mbit", "wire_ratio"), "to_plain": row.to_plain or 0.0}
         for row in rows
     ]
-    drawn = [(PICTURE, curves, _draw_curves), (BYTES, bytes_sent, _draw_bytes)]
+    drawn = [(PICTURE, curves, _draw_curves), (BYTES, finals, _draw_bytes)]
     return [(*picture, HEIGHT_IN) for picture in drawn]
 
 
