@@ -70,7 +70,7 @@ def check_coo(gradient: torch.Tensor) -> None:
     It takes those that `torch.nn.Embedding(sparse=True)` makes: one sparse dimension, one dense.
 
     Raises:
-        ExtensionError: another layout, shape or dtype.
+        ExtensionError: another layout, shape, dtype or device.
         DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
     """
     is_coo = gradient.layout == torch.sparse_coo
@@ -82,6 +82,9 @@ def check_coo(gradient: torch.Tensor) -> None:
             got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
             remedy="make the embedding with sparse=True",
         )
+    if gradient.device.type not in ("cpu", "cuda"):
+        got = gradient.device
+        raise ExtensionError("the gradient has the wrong device", expected="cpu or cuda", got=got)
     if gradient.is_cuda:
         check_kernels(gradient.device)
     if gradient.dtype not in GRAD_DTYPES:
