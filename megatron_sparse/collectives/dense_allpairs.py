@@ -41,7 +41,7 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     )
     first, *others = [received.get(sender, own) for sender in range(n)]
     with exchange.timer.stage("decode"):
-        sum_M = first  # fp32 parts are added up in the first of them
+        sum_M = first  # where parts are fp32 the sum replaces the first one, received or own
         if own.dtype != torch.float32:
             sum_M = exchange.take("piece", own.numel(), torch.float32).copy_(first)
         for part in others:
