@@ -46,7 +46,7 @@ _SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("install", "megatron.training.models.gpt", "GPTModelConfig", ("post_wrap_hooks",)),
     ("install", _TRAINING, "setup_model_and_optimizer", ()),
     ("install", _TRAINING, "get_megatron_optimizer", ()),
-    ("install", _TRAINING, "train_step", ("model", "optimizer")),
+    ("install", _TRAINING, "train_step", ("forward_step_func", "model", "optimizer")),
     ("install", _TRAINING, "save_checkpoint", ("iteration",)),
     ("install", _TRAINING, "load_checkpoint", ("load_arg",)),
 )

@@ -3,9 +3,9 @@
 Five functions of `megatron.training.training` are wrapped, each for one reason:
 `setup_model_and_optimizer` has Megatron's arguments before a model is built (refusals);
 `get_megatron_optimizer` has both the DDP-wrapped chunks and the optimizer, before any checkpoint is
-loaded (`attach`); `train_step` is one iteration (breakdown, metrics); `save_checkpoint` and
-`load_checkpoint` save and restore the residual, in Megatron's own distributed checkpoint through
-the optimizer's `sharded_state_dict`.
+loaded (`attach`); `train_step` is one iteration (breakdown, metrics, the average of `logged_loss`);
+`save_checkpoint` and `load_checkpoint` save and restore the residual, in Megatron's own distributed
+checkpoint through the optimizer's `sharded_state_dict`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, checkpoint_folder, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import require_host_symbols
+from megatron_sparse.megatron.logged_loss import LoggedLoss
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import marked
@@ -182,6 +183,8 @@ class Plugin:
         bound = inspect.signature(original).bind(*args, **kwargs)
         telemetry = self.telemetry
         assert telemetry is not None
+        logged_loss = LoggedLoss(bound.arguments["forward_step_func"], bound.arguments["model"])
+        bound.arguments["forward_step_func"] = logged_loss.forward_step
         forward_backward = bound.arguments["forward_backward_func"]
         bound.arguments["forward_backward_func"] = _timed(forward_backward, telemetry)
         # Read before the step: afterwards the scheduler sets the next iteration's rate.

@@ -1,6 +1,7 @@
 """Megatron's own training loop on 2 ranks: what a user's command, or its ranks, leave behind."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,11 +142,19 @@ def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
         "megatron.ckpt_format=torch",
         "compression.residual_checkpoint=none",
     )
+    assert _logged_losses(plain) == _logged_losses(dense)
     assert equal(_weights(plain), _weights(dense))
     summary = json.loads((dense / "summary.json").read_text())
     assert summary["wire_bytes"] == summary["dense_bytes"] > 0
     log = (tmp_path / "dense.log").read_text()
     assert "--ckpt-format torch: checkpoints hold nothing of the plugin" in log
+
+
+def _logged_losses(run: Path) -> list[str]:
+    """Megatron's averages over ranks, one of each iteration."""
+    found = re.findall(r" lm loss: (\S+)", (run / "logs/rank1.log").read_text())
+    assert len(found) == ITERATIONS
+    return found
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
