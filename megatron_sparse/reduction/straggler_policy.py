@@ -169,9 +169,15 @@ class StragglerPolicy:
         given = os.environ.get(SLOW_RANK)
         if given is None:
             return 0.0
-        rank, delay_ms = given.split(":")
-        self._check_rank(SLOW_RANK, int(rank))
-        return float(delay_ms) / 1e3 if int(rank) == self._transport.rank else 0.0
+        try:
+            rank_text, delay_text = given.split(":")
+            rank, delay_ms = int(rank_text), float(delay_text)
+        except ValueError:
+            raise ConfigError(
+                f"{SLOW_RANK} cannot be read", expected="RANK:MILLISECONDS, like 3:250", got=given
+            ) from None
+        self._check_rank(SLOW_RANK, rank)
+        return delay_ms / 1e3 if rank == self._transport.rank else 0.0
 
     def begin_step(self, step: int) -> None:
         """Takes over the waiting times that ranks agreed on, if a new step begins.

@@ -127,13 +127,13 @@ def check(folder: Path) -> None:
 
 
 def outcomes(folder: Path) -> list[RunEnd]:
-    """The outcomes below a sweep's folder, one for each ended run.
+    """The outcomes below a sweep's folder, one for each ended run, in the order of the runs.
 
     Raises:
         SweepError: one is damaged.
     """
     found = []
-    for path in sorted(folder.rglob(OUTCOME_FILE)):
+    for path in sorted(folder.rglob(OUTCOME_FILE), key=lambda path: path.parent.name.zfill(6)):
         try:
             found.append(RunEnd(**json.loads(path.read_text("utf-8"))))
         except (TypeError, ValueError) as error:

@@ -168,6 +168,9 @@ def test_a_rank_outside_the_group_is_refused(monkeypatch):
     monkeypatch.setenv(SLOW_RANK, "7:100")
     with pytest.raises(ConfigError, match=f"{SLOW_RANK} is not in the group"):
         VirtualGroup(StragglerConfig())
+    monkeypatch.setenv(SLOW_RANK, "7")
+    with pytest.raises(ConfigError, match=f"{SLOW_RANK} cannot be read"):
+        VirtualGroup(StragglerConfig())
 
 
 GRADIENTS = {

@@ -44,11 +44,16 @@ class TestMultirun:
         return names
 
     def test_every_combination_has_a_name_of_its_own(self, monkeypatch, tmp_path):
-        swept = "scheme=dense,direct", "compression.leak=0.9,1.0", "compression.density=0.1"
+        leaks = ("0.5", "0.6", "0.7", "0.8", "0.9", "1.0")
+        swept = (
+            "scheme=dense,direct",
+            f"compression.leak={','.join(leaks)}",
+            "compression.density=0.1",
+        )
         names = self.sweep(monkeypatch, tmp_path, lambda config: 0, *swept)
-        each = product(("dense", "direct"), ("0.9", "1.0"))
+        each = product(("dense", "direct"), leaks)
         assert names == [f"run_scheme-{scheme}_leak-{leak}" for scheme, leak in each]
-        assert {o.name for o in sweep.outcomes(tmp_path / "sweep")} == set(names)
+        assert [o.name for o in sweep.outcomes(tmp_path / "sweep")] == names
 
     def test_a_failed_run_ends_no_other_and_is_reported_at_the_end(
         self, monkeypatch, tmp_path, capsys
