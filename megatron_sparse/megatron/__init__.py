@@ -21,21 +21,21 @@ _EXPORTS = {
     "install": "megatron_sparse.megatron.plugin",
 }
 
+"""Each public name of this package, and the module that defines it."""
 __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports a name of `_EXPORTS` when it is first used; says which functions Megatron lacks."""
-    # Lazy, because cpu_mode must run before anything imports megatron.
-    if name in _EXPORTS:
-        try:
-            return getattr(import_module(_EXPORTS[name]), name)
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("megatron."):
-                raise
-            # A whole module is missing: older versions of Megatron have no training loop.
+    """Imports a public name's module when the name is first used: cpu_mode must run before that."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_EXPORTS[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megatron."):
+            # This Megatron lacks a module; older versions have no training loop. Raise a HostError
+            # that names the missing function.
             from megatron_sparse.megatron.host_symbols import require_host_symbols
 
             require_host_symbols("install" if _EXPORTS[name].endswith(".plugin") else "attach")
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise

@@ -1,9 +1,10 @@
 """From a `RunConfig` to the command line of Megatron-LM.
 
-Flags are a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is a bare
-flag. Keys of the `megatron:` section may change flags that this module derives from no key of ours,
-such as those for missing kernels; `owned_errors` refuses the others. Megatron's own parser defines
-the flags' names and values.
+*Derived* flags follow from keys of our own sections, *passed* flags from the `megatron:` section.
+Both are dicts from Megatron's name with `_` and without dashes to the value (`num_layers: 4`); true
+is a flag without a value. A key of ours *owns* the flags in `OWNED_FLAGS`: `owned_errors` refuses
+to pass them. A passed flag may replace any other derived one, such as those for missing kernels.
+Megatron's own parser defines the flags' names and values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OF_OTHER_NAMES = (
     *("tied_embeddings", "dropout", "iterations", "precision", "tensor_parallel"),
     *("pipeline_parallel", "save_signal"),
 )
-"""Keys of the two sections that Megatron's flags call otherwise."""
+"""Keys of `ModelConfig` and `TrainingConfig` whose flags have other names than the keys."""
 OWNED_FLAGS = {
     **{
         field.name: f"{section}.{field.name}"
@@ -64,21 +65,20 @@ OWNED_FLAGS = {
     "wandb_exp_name": "name",
     "wandb_save_dir": "runs_dir",
 }
-"""Megatron's flags that keys of our own sections set, with these keys; with `_`, without dashes.
+"""Megatron's flag -> the key of our own sections that owns it.
 
-Such a flag in the `megatron:` section would train another model, or train it otherwise, than the
-run's own keys say. Deprecated spellings and flags that ask for the same in another way are here
-too.
+Passed in the `megatron:` section, such a flag would contradict its key. Deprecated spellings are
+here too, and flags that ask for the same in another way.
 """
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 CHECKPOINTS = "checkpoints"
-"""Where a run keeps its checkpoints, in its folder."""
+"""The folder of a run's checkpoints, inside the run's folder."""
 
 
 def model_flags(model: ModelConfig) -> dict[str, object]:
-    """The model as Megatron's flags, keyed as in the `megatron:` section; without vocabulary."""
+    """Derives the model's flags, except for the vocabulary's size, which the data decide."""
     flags: dict[str, object] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -102,19 +102,19 @@ def model_flags(model: ModelConfig) -> dict[str, object]:
 def derived_flags(
     config: RunConfig, run_dir: Path, *, vocab_size: int, data_prefix: Path | None
 ) -> dict[str, object]:
-    """The Megatron flags that our own sections imply.
+    """Derives all flags of a run from our own sections.
 
     Args:
-        config: the run; `cluster.device` must be decided.
-        run_dir: where TensorBoard's, W&B's files and checkpoints go.
-        vocab_size: of the data.
-        data_prefix: of the indexed dataset; None takes Megatron's mock data.
+        config: the run; `cluster.device` is `cpu` or `cuda`, no longer `auto`.
+        run_dir: folder for checkpoints and the files of TensorBoard and W&B.
+        vocab_size: number of token ids in the data.
+        data_prefix: path of the indexed dataset without suffix; None takes Megatron's mock data.
     """
     training = config.training
     flags = model_flags(config.model)
     flags |= PRECISION_FLAGS[training.precision] | _kernel_flags(config.cluster.device)
     hybrid = config.megatron.get("hybrid_layer_pattern") is not None
-    # Megatron's own layers for a hybrid model need Transformer Engine.
+    # Megatron builds hybrid models from layers of Transformer Engine; without it we bring our own.
     if hybrid and flags.get("transformer_impl") == "local":
         flags["spec"] = ["megatron_sparse.megatron.local_hybrid", "local_stack_spec"]
     flags |= {
@@ -133,7 +133,7 @@ def derived_flags(
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,
         "split": config.data.split,
-        "log_interval": 10,  # Megatron's own 100 is too long for a first look
+        "log_interval": 10,  # iterations; Megatron's default of 100 is long for a first look
         # A package of NVIDIA's that is not public; Megatron asks for it at every start.
         "no_one_logger": True,
         # Megatron has no switch for validation: its interval may not be 0, its iterations may.
@@ -151,24 +151,24 @@ def derived_flags(
 
 
 def _kernel_flags(device: str) -> dict[str, object]:
-    """The backend's flag, and those that turn off features this machine has no kernels for."""
+    """Sets the communication backend, and turns off features whose kernels are not installed."""
     if device == "cpu":
         return {
             "distributed_backend": "gloo",
             "transformer_impl": "local",
-            **dict.fromkeys(_OF_APEX_OR_TE, True),  # turn off what needs those packages
+            **dict.fromkeys(_WITHOUT_APEX_AND_TE, True),
             "no_bias_gelu_fusion": True,
             "no_bias_dropout_fusion": True,
         }
     flags: dict[str, object] = {"distributed_backend": "nccl"}
     if find_spec("transformer_engine") is None:
         flags["transformer_impl"] = "local"
-        if find_spec("apex") is None:
-            flags |= dict.fromkeys(_OF_APEX_OR_TE, True)
+        if find_spec("apex") is None:  # Apex would have the kernels of these features too
+            flags |= dict.fromkeys(_WITHOUT_APEX_AND_TE, True)
     return flags
 
 
-_OF_APEX_OR_TE = (
+_WITHOUT_APEX_AND_TE = (
     "no_persist_layer_norm",
     "no_gradient_accumulation_fusion",
     "no_masked_softmax_fusion",
@@ -177,12 +177,12 @@ _OF_APEX_OR_TE = (
 
 
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
-    """Where and when Megatron saves, and what it loads: the run's own checkpoint comes first."""
+    """Derives where Megatron saves, when, and what it loads: the run's own checkpoint if any."""
     own_folder = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
     save_signal = config.training.save_signal
     if config.training.save_interval or save_signal:
-        # With `save` Megatron saves at the end, too, and asks for the interval there.
+        # With `save` Megatron also saves at the end of the run, and needs an interval even then.
         interval = config.training.save_interval or config.training.iterations
         flags |= {"save": str(own_folder), "save_interval": interval}
     if save_signal:
@@ -195,16 +195,16 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
 
 
 def passed_flags(config: RunConfig, *, own: bool) -> dict[str, Any]:
-    """The `megatron:` section, for `command_line`.
+    """The passed flags: the `megatron:` section, without flags for a checkpoint that is not loaded.
 
     Args:
         config: the run.
-        own: whether the run goes on from its own checkpoint. What is about the one of
-            `training.load` is then left out: with `finetune` Megatron would begin at iteration 0
-            again, with `no_load_optim` without the run's own optimizer and schedule.
+        own: whether the run resumes from its own checkpoint in place of `training.load`. Flags for
+            loading the latter are then left out: `finetune` would make Megatron begin at iteration
+            0 again, `no_load_optim` would drop the run's own optimizer and schedule.
     """
     left_out: tuple[str, ...] = ("finetune",) if own else ()
-    if own and config.training.load is not None:  # without one they are about the own checkpoint
+    if own and config.training.load is not None:  # else the user means the run's own checkpoint
         left_out += ("no_load_optim", "no_load_rng")
     return {key: value for key, value in config.megatron.items() if key not in left_out}
 
@@ -231,7 +231,7 @@ def has_checkpoint(config: RunConfig, folder: Path) -> bool:
 
 
 def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
-    """Where Megatron writes TensorBoard's files, and its names for W&B, for those that are on."""
+    """Derives the flags of TensorBoard and Weights & Biases, if `tracking` switches them on."""
     flags: dict[str, object] = {}
     if config.tracking.tensorboard:
         flags |= {"tensorboard_dir": str(run_dir / "tensorboard"), "tensorboard_log_interval": 1}
@@ -239,7 +239,7 @@ def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
         flags |= {
             "wandb_project": config.tracking.wandb_project,
             "wandb_exp_name": config.name,
-            # wandb makes a folder `wandb` in it.
+            # The library writes into a subfolder `wandb`.
             "wandb_save_dir": str(run_dir),
         }
     return flags
@@ -263,17 +263,17 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Names in Megatron's arguments of what a key of ours owns, each with that key."""
+    """Attribute of Megatron's parsed arguments -> the key of ours that owns its flag."""
     actions = _actions(parser)
     owned = {_flag(name): key for name, key in OWNED_FLAGS.items()}
     return {actions[flag].dest: key for flag, key in owned.items() if flag in actions}
 
 
 def owner(flag: str, value: object) -> str | None:
-    """The key of our own sections that sets this flag of the `megatron:` section; None if none."""
+    """The key of ours that owns a flag of the `megatron:` section; None if no key does."""
     name = flag.replace("-", "_")
     if name == "data_path" and isinstance(value, list) and len(value) > 1:
-        return None  # a blend, which no key of ours can say
+        return None  # a blend of datasets: the key `data.prefix` names only one
     return OWNED_FLAGS.get(name)
 
 
@@ -292,16 +292,16 @@ def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def refusal_of(error: Exception) -> ConfigError:
-    """What Megatron's parser or validation has raised, as a typed error."""
+    """Converts an exception of Megatron's parser or validation to a `ConfigError`."""
     if isinstance(error, ConfigError):
         return error
-    said = str(error)
-    if not said:  # An assertion without a message: its source line.
-        said = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+    message = str(error)
+    if not message:  # an assertion without a message: show its source line
+        message = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
     return ConfigError(
         "Megatron refuses these settings",
         expected="settings that fit together",
-        got=said,
+        got=message,
         remedy="change the setting that the message names, or its key in the megatron: section",
     )
 
@@ -309,7 +309,7 @@ def refusal_of(error: Exception) -> ConfigError:
 def command_line(
     derived: Mapping[str, object], passed: Mapping[str, Any], parser: argparse.ArgumentParser
 ) -> list[str]:
-    """Merges derived and passed flags; returns them as a command line that `parser` takes.
+    """Merges derived and passed flags into the words of a command line that `parser` accepts.
 
     Args:
         derived: from our sections.
@@ -321,22 +321,22 @@ def command_line(
         ConfigError: a key is not a Megatron flag (names the closest), or its value is refused.
     """
     actions = _actions(parser)
-    # Destination in the parsed arguments -> words; of two keys for one the later, `passed`, wins.
+    # Attribute of the parsed arguments -> the words that set it. Passed flags replace derived ones.
     chosen: dict[str, list[str]] = {}
     for key, value in (*derived.items(), *passed.items()):
         if not _cancels(key, value, actions, chosen):
             flag, action = _look_up(key, value, actions)
-            chosen[action.dest] = [flag, *_texts(key, value, action)]
+            chosen[action.dest] = [flag, *_value_words(key, value, action)]
     arguments = list(itertools.chain.from_iterable(chosen.values()))
     try:
         parser.parse_args(arguments)
-    except (AssertionError, ValueError, KeyError) as error:  # of Megatron's own argument types
-        parser.error(f"{type(error).__name__}: {error}")
+    except (AssertionError, ValueError, KeyError) as error:  # by Megatron's own argument types
+        parser.error(f"{type(error).__name__}: {error}")  # `_Parser` raises a ConfigError
     return arguments
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The parser's long options, with their dashes, and what each does."""
+    """The parser's long options with their dashes (`--lr`), each with its argparse action."""
     return {
         option: action
         for action in parser._actions  # argparse has no public list of its options
@@ -354,17 +354,17 @@ def _cancels(
 ) -> bool:
     """Removes from `chosen` the flag that `key: value` cancels.
 
-    Returns whether that is all: the command line then needs no flag for the key.
+    Returns True if this settles the key; False if the key needs a flag of its own.
     """
     action, opposite = actions.get(_flag(key)), actions.get(_flag(key, "--no-"))
-    if action is not None and value is None:  # null leaves the flag out
+    if action is not None and value is None:  # `key: null` removes `--key`
         chosen.pop(action.dest, None)
         return True
     if action is not None and opposite is None and value is False:
-        # Megatron has `--key` alone: without one to cancel, `_look_up` refuses false.
+        # Megatron has no `--no-key`: false removes `--key`. If there is none, `_look_up` raises.
         return chosen.pop(action.dest, None) is not None
     if action is None and opposite is not None and value is True:
-        chosen.pop(opposite.dest, None)  # Megatron has `--no-key` alone: true is the default
+        chosen.pop(opposite.dest, None)  # Megatron has only `--no-key`: true removes it
         return True
     return False
 
@@ -372,7 +372,7 @@ def _cancels(
 def _look_up(
     key: str, value: object, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, argparse.Action]:
-    """Returns the flag for `key: value`, and the parser's action for it.
+    """Returns the flag for `key: value` (`--key` or `--no-key`), and the parser's action for it.
 
     Raises:
         ConfigError: Megatron has no such flag; names the closest ones.
@@ -388,7 +388,7 @@ def _look_up(
             remedy="leave the key out: without the flag it is off",
         )
     names = [option.removeprefix("--").replace("-", "_") for option in actions]
-    close = dict.fromkeys(  # each key once: several flags may have the same
+    close = dict.fromkeys(  # without repetition: one key may own several of the close flags
         OWNED_FLAGS.get(name, f"megatron.{name}")
         for name in difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     )
@@ -400,13 +400,13 @@ def _look_up(
     )
 
 
-def _texts(key: str, value: object, action: argparse.Action) -> list[str]:
-    """The words that follow the flag: none for a bare one, else its value or values.
+def _value_words(key: str, value: object, action: argparse.Action) -> list[str]:
+    """The words that follow the flag: none for a flag without value, else its value or values.
 
     Raises:
         ConfigError: the flag does not take such a value.
     """
-    is_bare = action.nargs == 0
+    is_bare = action.nargs == 0  # a flag that takes no value
     if is_bare and isinstance(value, bool):
         return []
     if not is_bare and not isinstance(value, bool | Mapping | None):

@@ -7,9 +7,11 @@ in a loop of your own, or by the hook of `plugin` in scripts that run Megatron's
 - changes the class of each bucket group to a subclass (`bucket_group`), whose `start_grad_sync`
   calls `Attachment.launch` in place of Megatron's collective;
 - owns the state of the process: residuals, one reducer for each process group, the count of steps;
-- wraps `optimizer.step`, whose result says whether a step's selections are final or undone.
+- wraps `optimizer.step`, whose result says whether the optimizer took the step or skipped it.
 
-`host` means an object of Megatron's.
+A *selection* chooses the elements of gradient + residual that a rank sends; the *residual* keeps
+the others for later steps (error feedback). If the step is skipped, each residual is restored from
+its *undo copy*, made before the selection. `host` means an object of Megatron's.
 """
 
 from __future__ import annotations
@@ -65,11 +67,12 @@ class Attachment(HostState):
         step: optimizer steps seen so far, skipped ones included.
         chunks: Megatron's DDP-wrapped model chunks.
         groups: Megatron's bucket groups, with the plugin's buckets.
-        grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
-        usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
-        unit: the unit of the residuals' values: loss scale, and division by tokens.
-        alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
-        parameters: the gathers of updated parameters.
+        grad_norm: the gradient's norm as the last optimizer step returned it; None if it did not.
+        usual_norm: the running median of gradient norms; a far larger norm is a spike (`spikes`).
+        unit: the unit of the residuals' values: loss scale, and division by the step's tokens.
+        alone: a process group of this rank alone, for Megatron's `start_grad_sync`; see
+            `bucket_group`.
+        parameters: the all-gathers of updated parameters.
 
     Args:
         chunks: Megatron's DDP-wrapped model chunks.
@@ -81,29 +84,27 @@ class Attachment(HostState):
     def __init__(
         self, chunks: list[Any], config: SparseConfig, sink: RecordSink, run_dir: Path | None = None
     ) -> None:
-        # Collect: what Megatron has built. What cannot be attached to is refused here.
         config = with_swept_thresholds(config)
-        self.groups = collect(chunks, config)
-        # Make the plugin's side of it, with the other ranks.
-        super().__init__(config, device_of(self.buckets))
+        self.groups = collect(chunks, config)  # first: it refuses unsupported models
+        super().__init__(config, device_of(self.buckets))  # residuals, planner, progress thread
         self.run_dir = run_dir
         self.sink = sink
         self.grad_norm: float | None = None
         self.usual_norm = UsualNorm()
-        self._clips_gradients = False  # whether the optimizer clips the sum
+        self._clips_gradients = False  # whether the optimizer clips the summed gradients
         self.parameters = ParameterGathers(sink)
-        self._launched: set[int] = set()  # `id` of each group that this step has launched
+        self._launched: set[int] = set()  # `id` of each bucket group launched in this step
         self._optimizer: WatchedOptimizer | None = None
-        self._sums = UnconfirmedSums()  # confirmed by the optimizer's step
+        self._sums = UnconfirmedSums()  # the optimizer's step confirms them before its update
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
         self._transports = Transports(self.config, self._device)
         try:
             self._reducers = self._make_reducers()
         except BaseException:
-            self._give_back()  # the caller gets nothing that it could close
+            self._give_back()  # the caller gets no attachment that it could close
             raise
-        # Attach: from here on Megatron calls the plugin.
+        # From here on Megatron calls the plugin.
         self.chunks = chunks
         self._closed = False
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
@@ -121,47 +122,42 @@ class Attachment(HostState):
         return [*self._transports.lines, *self.parameters.lines]
 
     def _make_reducers(self) -> dict[int, GradientReducer]:
-        """Makes a reducer for each of Megatron's process groups; returns them by the group's `id`.
+        """Makes one reducer for each process group; returns them by the `id` of the process group.
 
-        Dense and expert parameters have different groups.
+        Bucket groups of dense and of expert parameters have different process groups.
         """
-        by_ranks: dict[int, list[GroupBuckets]] = {}
+        by_ranks: dict[int, list[GroupBuckets]] = {}  # bucket groups that the same ranks reduce
         for group in self.groups:
             by_ranks.setdefault(id(group.process_group), []).append(group)
-        made: dict[int, GradientReducer] = {}
-        for key, of_ranks in by_ranks.items():
-            buckets = [bucket for group in of_ranks for bucket in group.buckets]
-            groups = self._transports.groups_of(of_ranks[0], buckets)
-            ranks = dist.get_process_group_ranks(of_ranks[0].process_group)
+        reducers: dict[int, GradientReducer] = {}
+        for key, bucket_groups in by_ranks.items():
+            buckets = [bucket for group in bucket_groups for bucket in group.buckets]
+            any_group = bucket_groups[0]  # all of them have the same process groups
+            groups = self._transports.groups_of(any_group, buckets)  # with their transports
+            ranks = dist.get_process_group_ranks(any_group.process_group)
             writer = GradientDumpWriter.of(
                 self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
             )
-            made[key] = GradientReducer(
-                self.config,
-                groups,
-                self.planner,
-                self.residuals,
-                self.sink,
-                self.progress,
-                writer,
+            reducers[key] = GradientReducer(
+                self.config, groups, self.planner, self.residuals, self.sink, self.progress, writer
             )
-        return made
+        return reducers
 
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
-        """Wraps `optimizer.step()`, whose result says whether the step was accepted or skipped.
+        """Wraps `optimizer.step()`, whose result says whether the optimizer took the step.
 
         Args:
             optimizer: Megatron's (returns `(success, grad_norm, num_zeros)`), or any object with
                 `step()`; a result that is not a tuple counts as success.
-            undo: whether a step can be skipped or repeated, so that undo copies are needed.
+            undo: whether a step can be skipped or repeated, so that residuals need undo copies.
 
         Raises:
             ConfigError: `compression.undo=never` with an optimizer that may skip steps.
         """
-        undo = undo or self.unit.per_token  # `take_apart` needs the copies
+        undo = undo or self.unit.per_token  # `_take_residuals_out` needs undo copies
         check_undo(self.config.compression, undo=undo)
         self.residuals.undo = undo or self.config.compression.undo == "always"
-        self.residuals.is_reported = True  # by `_step_ended`
+        self.residuals.is_reported = True  # `_step_ended` commits or rolls back each step
         self._clips_gradients = clips_gradients(optimizer)
         self.unit.bind(optimizer)
         self.parameters.plan(
@@ -172,40 +168,41 @@ class Attachment(HostState):
             self._sums,
             self.sink,
             end=self._step_ended,
-            inner_s=lambda: self.parameters.waited_s,  # these waits are a stage of their own
+            inner_s=lambda: self.parameters.waited_s,  # not the optimizer's: stage `param_wait`
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
-        """Starts the synchronisation of one bucket group, which is not left to Megatron."""
+        """Starts the plugin's reduction of a bucket group; returns the handle to wait for."""
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
-        # With an optimizer, its step confirms the sums.
-        then = Pending.confirm if self._optimizer is None else self._sums.add
-        return Handle(pending, then)
+        # Confirming a sum reads its error reports: in the optimizer's step, or else at once.
+        when_queued = Pending.confirm if self._optimizer is None else self._sums.add
+        return Handle(pending, when_queued)
 
-    def left_to_megatron(self, group: GroupBuckets) -> TimedHandle | None:
-        """A handle that times Megatron's own collective, if a group needs only that; else None.
+    def time_megatron_sum(self, group: GroupBuckets) -> TimedHandle | None:
+        """Starts to time Megatron's own collective for a bucket group that only needs a sum.
 
-        Call it right before Megatron launches. The first bucket's stage `network` lasts from the
-        launch until Megatron has waited: its handle does not say when the collective ends.
+        Call it right before Megatron launches. Returns None, and times nothing, if the plugin must
+        reduce the group. The time goes to the first bucket's stage `network`, and ends when
+        Megatron has waited, because its handle does not say when the collective ends.
         """
         self._count_launch(group)
         reducer = self.reducer(group)
         if not all(reducer.left_to_host(bucket, self.step) for bucket in group.buckets):
             return None
         records = [reducer.record_of_host(bucket, self.step) for bucket in group.buckets]
-        flight = records[0].timer.in_flight()
-        flight.__enter__()  # until `count`
+        network_stage = records[0].timer.in_flight()
+        network_stage.__enter__()  # `end_stage` leaves it
 
-        def count(waited_s: float) -> None:
-            """Ends the stage when Megatron has waited."""
-            flight.__exit__(None, None, None)
+        def end_stage(waited_s: float) -> None:
+            """Called when Megatron has waited."""
+            network_stage.__exit__(None, None, None)
             self.sink.record_stage(BucketRecord.WAIT, waited_s)
 
-        return TimedHandle(records, self.sink, count)
+        return TimedHandle(records, self.sink, end_stage)
 
     def start_gather(self, group: GroupBuckets) -> Handle | None:
-        """Launches a group's gather of parameters; None leaves it to Megatron."""
+        """Launches the plugin's gather of a group's parameters; None if Megatron's is to run."""
         pending = self.parameters.start(group, self.step, enabled=self.enabled)
         return None if pending is None else Handle(pending, self.parameters.gathered)
 
@@ -219,9 +216,9 @@ class Attachment(HostState):
             reducer.residuals_came_back()
 
     def _count_launch(self, group: GroupBuckets) -> None:
-        """Without an optimizer, the second launch of a group begins a new step."""
+        """Counts steps where no optimizer does: a group's second launch begins a new step."""
         if self.residuals.is_reported:
-            return  # `_step_ended` counts
+            return  # there is an optimizer: `_step_ended` counts
         if id(group) in self._launched:
             self._launched.clear()
             self.step += 1
@@ -233,48 +230,47 @@ class Attachment(HostState):
         return self._reducers[id(group.process_group)]
 
     def _take_residuals_out(self) -> None:
-        """Takes residuals out of the step's sums, for a step that has far fewer tokens than the one
-        before: sums of its gradients alone are left.
+        """Turns the step's sums into sums of gradients alone, without the residuals.
 
-        With a loss per token the sums are multiplied by one over the step's tokens, and a residual
-        is in the unit of the step that left it. Added to the gradients of a step with a hundredth
-        of the tokens, it would count a hundred times. The number of tokens is known only after the
-        sums, and before they are multiplied. So a second, dense sum over the ranks, of what each
-        one's selection lacks, leaves the gradients alone in the result, and residuals stay as they
-        were (`ResidualStore.take_apart`). Collective over the ranks of each group.
+        Called if a step has far fewer tokens than the one before. With a loss per token Megatron
+        multiplies the sums by one over the step's tokens, a number that is known only after the
+        selection. A residual from a step with a hundred times the tokens would count a hundred
+        times. Each rank has sent gradient + old residual - new residual, so a second, dense sum
+        over the ranks adds new - old residual. The residuals then stay as they were before the step
+        (`ResidualStore.take_apart`). Collective over the ranks of each group.
 
         Cost: one all-reduce of every bucket in fp32, and a buffer of a bucket's size.
         """
         if self._optimizer is None:
             return
-        lacking = self.residuals.take_apart(self.config.compression.leak)
+        corrections = self.residuals.take_apart(self.config.compression.leak)
         with summed_over_replicas(self.chunks):
             for group in self.groups:
                 for bucket in group.buckets:
-                    part = self.reducer(group).part(bucket)
-                    lacking_M = lacking.pop(part.name, None)
-                    if lacking_M is None:  # nothing to add, but every rank must join the sum
-                        lacking_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
+                    part = self.reducer(group).part(bucket)  # the elements this rank selects from
+                    correction_M = corrections.pop(part.name, None)
+                    if correction_M is None:  # no selection, but every rank must join the sum
+                        correction_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
                     else:
-                        lacking_N = in_whole_bucket(lacking_M, part, bucket)
-                    dist.all_reduce(lacking_N, group=group.process_group)
+                        correction_N = in_whole_bucket(correction_M, part, bucket)
+                    dist.all_reduce(correction_N, group=group.process_group)
                     if group.instances_group is not None:
-                        dist.all_reduce(lacking_N, group=group.instances_group)
-                    bucket.grad_N.add_(lacking_N)
+                        dist.all_reduce(correction_N, group=group.instances_group)
+                    bucket.grad_N.add_(correction_N)
                     for piece in bucket.parameters:
-                        if piece.name in group.accumulated:  # already copied from the bucket
+                        if piece.name in group.accumulated:  # Megatron has copied its sum already
                             main_grad = group.accumulated[piece.name].main_grad.view(-1)
-                            part_of_it = slice(piece.offset, piece.offset + piece.numel)
-                            main_grad[part_of_it].add_(lacking_N[piece.start : piece.stop])
+                            elements = slice(piece.offset, piece.offset + piece.numel)
+                            main_grad[elements].add_(correction_N[piece.start : piece.stop])
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
-        """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
+        """Keeps the step's new residuals, or restores the old ones if the optimizer skipped it."""
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
-            share = None  # of the step's change that enters the residual; None: all
-            # What is withheld of a spike is scaled down as Megatron clips what was sent. That needs
-            # the residual as it was before the step.
+            share = None  # how much of the step's change the residuals keep; None: all of it
+            # Megatron clips a spike after the sum. Its unsent values, now in the residual, must be
+            # scaled down too (`spikes`), which needs the undo copies.
             if self.residuals.undo and self._clips_gradients:
                 share = self.usual_norm.share(grad_norm, self.step)
             self.residuals.commit(unit_change, share)
@@ -304,10 +300,9 @@ class Attachment(HostState):
         return held(self.residuals, self._reducers.values(), self.parameters.nbytes)
 
     def close(self) -> None:
-        """Gives back all that was taken, in the order in which one part uses the next.
+        """Restores Megatron's classes and methods, then ends the plugin's thread and groups.
 
-        Megatron's classes and functions first, then the progress thread, and the groups of ranks
-        that it was working on. Idempotent.
+        In this order, so that nothing calls what is already closed. Idempotent.
         """
         if self._closed:
             return
@@ -316,7 +311,7 @@ class Attachment(HostState):
             swap_out(group)
         self.unit.close()
         if self._optimizer is not None:
-            self._optimizer.close()  # wraps what `parameters` has wrapped
+            self._optimizer.close()  # before `parameters`, whose wrapper it has wrapped
             self._optimizer = None
         self.parameters.close()
         self._give_back()
@@ -345,8 +340,8 @@ def attach(
         model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
         optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
             are undone. Without it every selection is final, so fp16 with loss scaling is refused,
-            and parameters are gathered raw. A static loss scale in bf16 also needs it, but only the
-            optimizer knows of one, so that is not refused.
+            and parameters are gathered uncompressed. A static loss scale in bf16 needs the
+            optimizer too, but cannot be refused: without the optimizer the plugin does not see it.
         config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
@@ -374,7 +369,7 @@ def attach(
             remedy="pass the list that Megatron's get_model returned",
         )
     if optimizer is None:
-        _check_needs_no_optimizer(chunks, config)
+        _refuse_without_optimizer(chunks, config)
     elif not hasattr(optimizer, "step"):
         raise ConfigError(
             "attach got an optimizer without step()",
@@ -382,7 +377,7 @@ def attach(
             got=repr(optimizer),
             remedy="pass Megatron's optimizer second, and a configuration or preset third",
         )
-    checkpoint_process.end_with_rank()
+    checkpoint_process.end_with_rank()  # else checkpoint writers outlive a rank that is killed
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
         try:
@@ -393,23 +388,24 @@ def attach(
     return attachment
 
 
-def _check_needs_no_optimizer(chunks: list[Any], config: SparseConfig) -> None:
-    """Refuses what works only with the optimizer, for a caller of `attach` that has given none."""
+def _refuse_without_optimizer(chunks: list[Any], config: SparseConfig) -> None:
+    """Refuses settings that need the optimizer, for a call of `attach` without one."""
     method, density = config.parameters.method, config.compression.density
     stages = [getattr(chunk.config, "pipeline_model_parallel_size", 1) for chunk in chunks]
-    for what, needs_optimizer, remedy in (
+    for what, is_set, hint in (
         ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
         ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
         (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
-        # Without it steps are counted in the backward pass, where stages wait for one another.
+        # Trials have a collective between steps. Without an optimizer that comes in the backward
+        # pass, where pipeline stages wait for one another.
         ("density=auto with pipeline stages", max(stages) > 1 and density == AUTO, ""),
     ):
-        if needs_optimizer:
+        if is_set:
             raise ConfigError(
                 f"{what} needs the optimizer",
                 expected="attach(model, optimizer, ...)",
                 got="no optimizer",
-                remedy=f"pass Megatron's optimizer{remedy}",
+                remedy=f"pass Megatron's optimizer{hint}",
             )
 
 

@@ -22,10 +22,11 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
-    """Makes the training, validation and test datasets of `samples` samples each.
+    """Makes the training, validation and test datasets.
 
-    Only the first tensor-parallel rank of each group reads data; the others get theirs from it.
-    Megatron passes `vp_stage` with virtual pipeline stages; all of them have the same datasets.
+    Only the first rank of each tensor-parallel group reads data; `get_batch` broadcasts it.
+    `samples` are the samples of each dataset. Megatron passes the virtual pipeline stage
+    `vp_stage`, but all stages have the same datasets.
     """
     args: Any = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -57,13 +58,14 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
-    """Takes the next batch, on the device; tensor-parallel ranks share one.
+    """Reads the next micro-batch to the device; all ranks of a tensor-parallel group get the same.
 
     With context parallelism each rank gets its part of the sequence.
 
     Returns:
-        `BATCH_KEYS`, each of shape (micro-batch, sequence), the mask (micro-batch, 1, sequence,
-        sequence). None for those that this pipeline stage does not need; a middle stage needs none.
+        A tensor for each of `BATCH_KEYS`, of shape (micro-batch, sequence); `attention_mask` is
+        (micro-batch, 1, sequence, sequence). None for tensors that this pipeline stage does not
+        need: a middle stage gets activations from the stage before, and needs no tensor at all.
     """
     args: Any = get_args()
     first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
@@ -71,7 +73,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
         return dict.fromkeys(BATCH_KEYS)
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     tensor_group: Any = mpu.get_tensor_model_parallel_group()
-    # A validation, which Megatron runs without gradients, has a size of its own.
+    # Without gradients Megatron validates, with another micro-batch size.
     micro_batch = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     batch: dict[str, Any] = {}
     if tensor_rank == 0:

@@ -1,12 +1,13 @@
 """The subclass of Megatron's bucket group that `attach` swaps in.
 
-Its `start_grad_sync` first runs Megatron's own method over a group of one rank: that prepares the
-bucket (CUDA-graph events, extra main gradients, the NaN check, gradient scaling), and its
-collective changes nothing. Then it starts the reducer, and Megatron waits for the reducer's handle.
-It also overrides `finish_grad_sync`, for the one case in which Megatron does not wait. Where a sum
-is all that the reducer would make, Megatron's own collective runs, and is timed.
+Its `start_grad_sync` first runs Megatron's own method over a process group of one rank: that
+prepares the buckets (CUDA-graph events, extra main gradients, the NaN check, gradient scaling), and
+its collective changes nothing. Then it starts the plugin's reducer, whose handle Megatron waits for
+in `finish_grad_sync`. With several instances of the distributed optimizer (replicas of all its
+shards) Megatron waits for no handle, so that method is overridden too. If the gradients need only a
+sum, Megatron's own collective runs, and is timed.
 
-Its `start_param_sync` starts the exact gather of parameters, or Megatron's own, which is timed.
+Its `start_param_sync` starts the plugin's gather of parameters, or Megatron's own, which is timed.
 """
 
 from __future__ import annotations
@@ -24,61 +25,61 @@ from megatron_sparse.reduction.job import Pending
 
 
 class Handle:
-    """What Megatron calls `wait()` on, for the gradients or the parameters of a bucket group.
+    """The handle of the plugin's own communication: Megatron calls its `wait`.
 
     Args:
-        pending: of each bucket, in launch order.
-        then: called with each one when its work is on a stream: confirms it, now or later.
+        pending: the job of each bucket, which reduces gradients or gathers parameters, in launch
+            order.
+        when_queued: called with each job once its device work is on a stream. It confirms the job,
+            which raises the errors that the device reports, now or in the optimizer's step.
     """
 
-    def __init__(self, pending: list[Pending], then: Callable[[Pending], None]) -> None:
+    def __init__(self, pending: list[Pending], when_queued: Callable[[Pending], None]) -> None:
         self._pending = pending
-        self._then = then
+        self._when_queued = when_queued
 
     def wait(self) -> None:
         """Lets the current stream wait for every bucket of the group.
 
         Raises:
-            MegatronSparseError: a bucket was not synchronised, or not gathered. Where sums are
-                confirmed later, an error that only the device knows yet is raised before
-                parameters change.
+            MegatronSparseError: a bucket was not reduced, or not gathered.
         """
         waiting, self._pending = self._pending, []  # a second wait does nothing
         for pending in waiting:
             pending.wait_until_queued()
-            self._then(pending)
+            self._when_queued(pending)
 
 
 class TimedHandle:
-    """What Megatron calls `wait()` on where its own collective runs. Made right before the launch.
+    """Wraps the handle of Megatron's own collective, and times the wait. Make it before the launch.
 
     Args:
-        records: of the group's buckets; the first one is given the wait for all of them.
+        records: one for each bucket of the group; the first one gets the wait for all of them.
         sink: receives the records.
-        then: called with the host's seconds of the wait, before the sink has the records.
+        on_waited: called with the seconds of the wait, before the sink gets the records.
 
     Attributes:
-        handle: Megatron's, which on CUDA lets only the current stream wait; None if Megatron has
-            waited in the launch.
+        handle: set it after the launch to Megatron's handle, whose `wait` on CUDA blocks only the
+            current stream; it stays None if Megatron has waited in the launch.
     """
 
     def __init__(
-        self, records: Sequence[Awaited], sink: RecordSink, then: Callable[[float], None]
+        self, records: Sequence[Awaited], sink: RecordSink, on_waited: Callable[[float], None]
     ) -> None:
         self.handle: Any = None
         self._records = records
         self._sink = sink
-        self._then = then
-        self._began_s = time.perf_counter()
+        self._on_waited = on_waited
+        self._launch_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Waits as Megatron's handle does; completes the records and hands them to the sink."""
-        start_s = self._began_s  # without a handle Megatron has waited in the launch
+        """Waits for Megatron's handle; completes the records and hands them to the sink."""
+        start_s = self._launch_s  # without a handle Megatron has waited in the launch
         if self.handle is not None:
             start_s = time.perf_counter()
             self.handle.wait()
         end_s = time.perf_counter()
-        self._then(end_s - start_s)
+        self._on_waited(end_s - start_s)
         for index, record in enumerate(self._records):
             record.finished_s = end_s
             # One wait is for all buckets, so only the first one gets it.
@@ -97,25 +98,24 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     sparse_group: GroupBuckets
 
     @property
-    def _has_instances(self) -> bool:
+    def _has_several_instances(self) -> bool:
         """Whether the distributed optimizer has several instances."""
         return self.sparse_group.instances_group is not None
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """See `_ParamAndGradBucketGroup.start_grad_sync`.
+        """Starts to reduce the gradients, in place of Megatron's method of the same name.
 
-        `force_all_reduce` (Megatron's --save-wgrads-interval) falls through to Megatron: the step
-        is dense and leaves the residual alone.
+        With `force_all_reduce` (Megatron's --save-wgrads-interval) Megatron reduces them itself:
+        the step is dense and does not change the residual.
         """
         if force_all_reduce:
             super().start_grad_sync(force_all_reduce=True)
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
-            return  # as in Megatron: the first batch has launched it already
+            return  # as in Megatron: in the first batch a group may be launched twice
         attachment, overlap = self.sparse_attachment, self.ddp_config.overlap_grad_reduce
-        # Where the reducer would only sum, Megatron's own collective runs.
-        timed: TimedHandle | None = attachment.left_to_megatron(self.sparse_group)
-        if timed is not None:
+        timed: TimedHandle | None = attachment.time_megatron_sum(self.sparse_group)
+        if timed is not None:  # the gradients need only a sum: Megatron's own collective makes it
             super().start_grad_sync()
             timed.handle = self.grad_reduce_handle
             if overlap:
@@ -123,38 +123,38 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             else:
                 timed.wait()
             return
-        self._prepare_alone()  # Megatron's preparation of the buckets, without a collective
+        self._prepare_buckets()
         handle: Handle = attachment.launch(self.sparse_group)
         if overlap:
             self.grad_reduce_handle = handle
-        # In the first batch of several optimizer instances Megatron launches in `finish_grad_sync`,
-        # and never waits for the handle.
-        is_launched_at_end = self.is_first_batch and self._has_instances
+        # With several optimizer instances Megatron's `finish_grad_sync` launches the first batch,
+        # and never waits for its handle.
+        is_launched_at_end = self.is_first_batch and self._has_several_instances
         if not overlap or is_launched_at_end:
             handle.wait()
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """See `_ParamAndGradBucketGroup.finish_grad_sync`.
+        """Waits for the reduced gradients, in place of Megatron's method of the same name.
 
-        With several instances of the distributed optimizer Megatron waits for a stream of its own
-        instead of the handle, and does not reset the handle.
+        With several instances of the distributed optimizer Megatron waits for its communication
+        stream only, and keeps the handle. So this method waits for the handle, and resets it.
         """
-        if not self._has_instances:
+        if not self._has_several_instances:
             super().finish_grad_sync(*args, **kwargs)
             return
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
-        # In the first batch this launches, and waits in `start_grad_sync`.
+        # In the first batch this calls `start_grad_sync`, which then waits.
         super().finish_grad_sync(*args, **kwargs)
         self.grad_reduce_handle = None
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """See `_ParamAndGradBucketGroup.start_param_sync`.
+        """Starts to gather the parameters, in place of Megatron's method of the same name.
 
-        Starts the plugin's gather, or else Megatron's own, and times it.
+        Starts the plugin's gather if it compresses this group's, else times Megatron's own.
         """
         if force_sync and self.param_gather_handle is not None:
-            # Megatron waits for the gather that is under way.
+            # A gather is under way: Megatron only waits for it.
             super().start_param_sync(force_sync=True)
             return
         assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
@@ -165,7 +165,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         else:
             handle = attachment.parameters.timed(group, attachment.step)
             super().start_param_sync(force_sync=force_sync)
-            handle.handle = self.param_gather_handle
+            handle.handle = self.param_gather_handle  # None: Megatron has waited already
             waits_later = handle.handle is not None
         if waits_later:
             self.param_gather_handle = handle
@@ -173,39 +173,42 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             handle.wait()
         self.param_gather_dispatched = True
 
-    def _prepare_alone(self) -> None:
-        """Runs Megatron's method over groups of one rank: all of it but its collective."""
+    def _prepare_buckets(self) -> None:
+        """Runs Megatron's `start_grad_sync` with process groups of this rank alone.
+
+        Megatron prepares its buckets there; the collective over one rank changes nothing.
+        """
         alone = self.sparse_attachment.alone
-        # `attributes` are those that hold process groups. With a previous bucket Megatron would
-        # wait for its all-to-all, whose memory it limits so; there is no all-to-all here.
+        # Megatron would first wait for the all-to-all of the previous group, to free its memory.
+        # The plugin makes no all-to-all, so there is nothing to wait for.
         changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
         changed["previous_grad_reduce_bucket_group"] = None
         before = {name: getattr(self, name, None) for name in changed}
         vars(self).update(changed)
         try:
-            # As an all-reduce: a reduce-scatter would cut the bucket by the real group's size.
-            # Megatron logs a line for each forced bucket, so force it only if needed.
+            # As an all-reduce: a reduce-scatter would cut shards for the real group's size.
+            # Megatron logs each forced all-reduce, so force it only if it would reduce-scatter.
             super().start_grad_sync(force_all_reduce=self.ddp_config.use_distributed_optimizer)
         finally:
             vars(self).update(before)
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
-        if self._has_instances and self.ddp_config.overlap_grad_reduce:
-            # Megatron then launches on a stream of its own.
+        if self._has_several_instances and self.ddp_config.overlap_grad_reduce:
+            # Megatron has launched on its communication stream: this stream waits for that one.
             launch_stream: Any = self.communication_stream
             torch.cuda.current_stream().wait_stream(launch_stream)
 
 
 def swap_in(group: GroupBuckets, attachment: Any) -> None:
-    """Gives a bucket group of Megatron's the plugin's methods, until `swap_out`."""
+    """Changes the class of Megatron's bucket group to `CompressedBucketGroup`, until `swap_out`."""
     host: Any = group.host
     host.__class__ = CompressedBucketGroup
     host.sparse_attachment, host.sparse_group = attachment, group
 
 
 def swap_out(group: GroupBuckets) -> None:
-    """Gives a bucket group its own methods back; one that has them stays as it is."""
+    """Changes the class of Megatron's bucket group back; does nothing if it was not changed."""
     host: Any = group.host
     if host.__class__ is CompressedBucketGroup:
         host.__class__ = _ParamAndGradBucketGroup

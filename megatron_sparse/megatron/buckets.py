@@ -1,4 +1,4 @@
-"""Makes the reducer's buckets from Megatron's: names, slices, shards, dense parameters."""
+"""Makes the reducer's buckets (`Bucket`) over Megatron's bucket groups; `host` is Megatron's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from megatron_sparse.megatron.pieces import in_pieces
 
 @dataclass
 class GroupBuckets:
-    """One Megatron bucket group and its buckets for the reducer.
+    """One of Megatron's bucket groups (`host`), and the reducer's buckets over its gradients.
 
-    `expert` marks parameters that the ranks of the expert data-parallel group share. The ranks of
-    `instances_group` own the same shards in other instances of the distributed optimizer; None for
-    one instance. `attributes` are those of `host` that hold its process groups. `accumulated` are
-    the parameters, by name, whose gradient Megatron copies from the bucket to an fp32 `main_grad`
-    of its own after the sum.
+    Attributes:
+        process_group: the ranks that the gradients are reduced over.
+        expert: whether the parameters are those of experts.
+        instances_group: this rank and those that own the same shard in the other instances of the
+            distributed optimizer; None if there is one instance.
+        attributes: names of the attributes of `host` that hold its process groups.
+        accumulated: name -> parameter, for parameters whose reduced gradient Megatron copies from
+            the bucket to a separate fp32 `main_grad`.
     """
 
     host: Any
@@ -42,12 +45,11 @@ class GroupBuckets:
 def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
     """Returns all bucket groups of the DDP-wrapped model chunks, in Megatron's order.
 
-    Makes the reducer's buckets over Megatron's gradients, some of them cut into pieces. Changes
-    nothing of Megatron's.
+    Changes nothing of Megatron's.
 
     Raises:
-        ConfigError: patterns for two kinds of parameter match the same one, or the scheme has no
-            form for the buckets' collective.
+        ConfigError: patterns for two kinds of parameter match the same one, or the scheme cannot
+            do the buckets' collective (all-reduce or reduce-scatter).
         HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
             plugin refuses, or a bucket group's class is not Megatron's own.
     """
@@ -59,34 +61,39 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
         experts = getattr(chunk, "expert_parallel_bucket_groups", [])
         for kind, hosts in (("group", chunk.bucket_groups), ("expert", experts)):
             for index, host in enumerate(hosts):
-                _check_own(host)
-                attributes = _group_attributes(host.ddp_config)
-                process_group, *others = (getattr(host, name) for name in attributes)
-                instances = others[0] if others else None  # the group across instances
-                buckets = _buckets(f"{prefix}{kind}{index}", host, parameters, process_group.size())
-                for bucket in buckets:
-                    check_op(config.scheme, config.planner, bucket.op)
-                pieces = [piece for bucket in buckets for piece in in_pieces(bucket, config)]
+                name = f"{prefix}{kind}{index}"
                 is_expert = kind == "expert"
-                result.append(
-                    GroupBuckets(
-                        host,
-                        process_group,
-                        pieces,
-                        is_expert,
-                        instances,
-                        attributes,
-                        parameters.accumulated_in(host),
-                    )
-                )
+                result.append(_group_buckets(name, host, parameters, config, expert=is_expert))
     return result
 
 
+def _group_buckets(
+    name: str, host: Any, parameters: _ChunkParameters, config: SparseConfig, *, expert: bool
+) -> GroupBuckets:
+    """Makes the reducer's buckets for one of Megatron's bucket groups; large ones in pieces."""
+    _check_own(host)
+    attributes = _group_attributes(host.ddp_config)
+    process_group = getattr(host, attributes[0])
+    instances_group = getattr(host, attributes[1]) if len(attributes) > 1 else None
+    buckets: list[Bucket] = []
+    for bucket in _buckets(name, host, parameters, process_group.size()):
+        check_op(config.scheme, config.planner, bucket.op)
+        buckets += in_pieces(bucket, config)
+    accumulated = parameters.accumulated_in(host)
+    return GroupBuckets(
+        host, process_group, buckets, expert, instances_group, attributes, accumulated
+    )
+
+
 class _ChunkParameters:
-    """The parameters of a model chunk: their names, and where they lie in Megatron's buffers."""
+    """The parameters of a model chunk: their names, and where they lie in Megatron's buffers.
+
+    Megatron has a few long gradient buffers for each chunk; a bucket is a stretch of a buffer.
+    """
 
     def __init__(self, chunk: Any, prefix: str, parameter_filter: ParameterFilter) -> None:
         self._names = {p: prefix + name for name, p in chunk.module.named_parameters()}
+        # Start and stop of each parameter in its buffer, then the number of its bucket.
         self._places: dict[torch.nn.Parameter, tuple[int, ...]] = {}
         for buffer in [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
             self._places.update(buffer.param_index_map)
@@ -94,7 +101,10 @@ class _ChunkParameters:
         self._filter = parameter_filter
 
     def accumulated_in(self, host: Any) -> dict[str, Any]:
-        """Those of a bucket group with --ddp-param-name-patterns-for-fp32-local-accumulation."""
+        """The value of `GroupBuckets.accumulated` for one of Megatron's bucket groups.
+
+        Set by Megatron's --ddp-param-name-patterns-for-fp32-local-accumulation.
+        """
         return {
             self._names[parameter]: parameter
             for host_bucket in host.buckets
@@ -102,19 +112,14 @@ class _ChunkParameters:
         }
 
     def slices_of(self, host_bucket: Any) -> tuple[ParameterSlice, ...]:
-        """Where the parameters of one of Megatron's buckets lie in it, in ascending order."""
+        """The slices of one of Megatron's buckets that hold its parameters, in ascending order."""
         slices = []
         for parameter in host_bucket.params_list:
-            start, stop = self._places[parameter][:2]  # in the whole buffer
-            slices.append(
-                self._filter.slice_of(
-                    self._names[parameter],
-                    start - host_bucket.offset,
-                    stop - host_bucket.offset,
-                    parameter.shape,
-                    self._is_tensor_parallel and _is_replicated(parameter),
-                )
-            )
+            name, shape = self._names[parameter], parameter.shape
+            replicated = self._is_tensor_parallel and _is_replicated(parameter)
+            # Elements of the whole buffer, then of the bucket.
+            start, stop = (place - host_bucket.offset for place in self._places[parameter][:2])
+            slices.append(self._filter.slice_of(name, start, stop, shape, replicated))
         return tuple(sorted(slices, key=lambda piece: piece.start))
 
 
@@ -134,10 +139,10 @@ def _instances(ddp_config: Any) -> int:
 
 
 def _group_attributes(ddp_config: Any) -> tuple[str, ...]:
-    """Names of a bucket group's attributes that hold its process groups.
+    """The names of a bucket group's attributes that hold its process groups.
 
-    First that of the group which is reduced over; with several instances of the distributed
-    optimizer also that of the group across them.
+    The first is the group to reduce over. The second, only with several instances of the
+    distributed optimizer, is the group across the instances.
     """
     reduced = "data_parallel_group"
     if ddp_config.use_distributed_optimizer:
@@ -147,7 +152,7 @@ def _group_attributes(ddp_config: Any) -> tuple[str, ...]:
 
 
 def device_of(buckets: Sequence[Bucket]) -> torch.device:
-    """Where the gradients are; on a rank without buckets, where those of the other ranks are."""
+    """The device of the gradients; for a rank without buckets, the device its backend works on."""
     if buckets:
         return buckets[0].grad_N.device
     if dist.get_backend() == "nccl":
@@ -174,7 +179,7 @@ def check_supported(chunk: Any) -> None:
 
 
 def _buckets(name: str, host: Any, parameters: _ChunkParameters, world_size: int) -> list[Bucket]:
-    """The reducer's buckets `NAME.0`, `NAME.1`, ... for those of one Megatron bucket group.
+    """Makes a bucket `NAME.0`, `NAME.1`, ... over each bucket of one of Megatron's bucket groups.
 
     `world_size` ranks reduce them together.
     """
