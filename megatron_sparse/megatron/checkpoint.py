@@ -1,10 +1,12 @@
-"""The plugin's part of a Megatron checkpoint: step, switch, scales, plan and residuals.
+"""Saves and restores the plugin's state in a Megatron checkpoint: residuals, step, plan and others.
 
-All of it travels in Megatron's own distributed checkpoint (`checkpoint_sharded`), the format
+The state is inside Megatron's own distributed checkpoint (`checkpoint_sharded`), the format
 `--ckpt-format torch_dist`. With other formats nothing of it is saved; `refusals` refuses them where
-residuals are to be saved.
+residuals are to be saved. A *row* is one rank's, node's or instance's residual of a parameter. With
+`parameters.method=lossy` a *master* is the exact value of a parameter, of which ranks gather only
+an approximation; a *raw* gather sends the exact values.
 
-Policies; where the residuals come from, and whether their rows have changed, is in the log:
+What happens if the run differs from the one that saved:
 
 - If the checkpoint holds no state of the plugin, residuals start at zero. State that an earlier
   version wrote is an error, unless the run takes over no residuals.
@@ -14,8 +16,8 @@ Policies; where the residuals come from, and whether their rows have changed, is
 - Residuals of another precision, or of a loss divided otherwise, are converted to this run's unit.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size, or split of layers over stages, is an error.
-- The masters of `parameters.method=lossy` move by parameter name and position. If any is missing,
-  the loaded parameters count, and the next gather is raw.
+- Masters move by parameter name and position. If any is missing, the parameters that Megatron
+  loads become the masters, and the next gather is raw.
 """
 
 from __future__ import annotations
@@ -30,11 +32,7 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import device_of
-from megatron_sparse.megatron.checkpoint_layout import (
-    RowLayouts,
-    Saved,
-    row_layouts,
-)
+from megatron_sparse.megatron.checkpoint_layout import RowLayouts, Saved, row_layouts
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import read, sharded_state
 from megatron_sparse.megatron.parameter_masters import masters_from
@@ -50,19 +48,20 @@ logger = logging.getLogger("megatron_sparse")
 def save_with(
     attachment: Attachment, optimizer: Any, when: Callable[[], bool] = lambda: True
 ) -> None:
-    """Adds the plugin's state to the optimizer's, which takes it to a checkpoint; until `detach`.
+    """Wraps the optimizer's `sharded_state_dict`: it includes the plugin's state, until `detach`.
 
-    For loops that save by themselves, such as Megatron-Bridge's. Load before.
+    For loops that save checkpoints themselves, such as Megatron-Bridge's. Call it after loading a
+    checkpoint, because Megatron also calls `sharded_state_dict` to know what to load.
 
     Args:
-        attachment: whose state travels.
-        optimizer: the one that is attached; its `sharded_state_dict` is wrapped.
-        when: asked at each call whether to add the state.
+        attachment: the plugin's state.
+        optimizer: the one that is attached.
+        when: called each time; returns whether to include the plugin's state.
     """
     original = optimizer.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        """The optimizer's state with the plugin's in it."""
+        """The optimizer's state, and under `KEY` the plugin's."""
         state = original(*args, **kwargs)
         if when():
             state[KEY] = sharded_state(attachment)
@@ -82,10 +81,10 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     Raises:
         CheckpointError: residuals are of another version or another model-parallel layout.
     """
-    wanted = attachment.config.compression.residual_checkpoint != "none"
+    takes_residuals = attachment.config.compression.residual_checkpoint != "none"
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
-        saved = read(attachment, checkpoint, residuals=wanted)
+        saved = read(attachment, checkpoint, residuals=takes_residuals)
     _restore(attachment, saved or Saved(iteration, attachment.enabled))
     if saved is None:
         logger.warning(
@@ -94,19 +93,20 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
             iteration,
         )
         return
-    lines = _restore_masters(attachment, saved)
+    master_lines = _restore_masters(attachment, saved)
     if saved.unknown:
         names = ", ".join(sorted(saved.unknown))
         logger.warning("residuals of unknown parameters dropped: %s", names)
     if dist.get_rank() == 0:
-        for line in [*_applied_policies(attachment, checkpoint, saved), *lines]:
+        for line in [*_residual_lines(attachment, checkpoint, saved), *master_lines]:
             logger.info(line)
 
 
 def _restore(attachment: Attachment, saved: Saved) -> None:
-    """Gives the attachment a checkpoint's state; residuals that it lacks start at zero."""
+    """Sets the attachment's state from `saved`, except for masters; missing residuals become 0."""
     for group in attachment.groups:
-        own_parts = map(attachment.reducer(group).part, group.buckets)  # what it keeps residuals of
+        # The elements of each bucket that this rank selects from: only they have residuals here.
+        own_parts = map(attachment.reducer(group).part, group.buckets)
         attachment.residuals.load(own_parts, saved.residuals)
     attachment.residuals_came_back()
     attachment.step = saved.step
@@ -122,9 +122,9 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
 
 
 def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
-    """Gives each lossy gather its master, if every rank has found its own.
+    """Restores the masters of lossy gathers, if every rank has found all of its masters.
 
-    Returns lines for the log. Collective with `parameters.method=lossy`.
+    Returns lines for the log. Collective with `parameters.method=lossy`, so that ranks agree.
     """
     if attachment.config.parameters.method != LOSSY:
         return []
@@ -138,8 +138,8 @@ def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
     return ["masters of the parameters restored"]
 
 
-def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) -> list[str]:
-    """The policies that applied, as lines for the log."""
+def _residual_lines(attachment: Attachment, checkpoint: Path, saved: Saved) -> list[str]:
+    """Lines for the log: where the residuals come from, and whether their rows have changed."""
     config = attachment.config.compression
     if config.residual_checkpoint == "none":
         how = "residuals start at zero (compression.residual_checkpoint=none)"

@@ -1,8 +1,9 @@
-"""Compares a checkpoint with the run that shall go on from it, before ranks start.
+"""Compares a checkpoint with the run that is to resume from it, before ranks start.
 
-Megatron saves its arguments in each checkpoint. It refuses some differences with an assertion in
-every rank after the start, and fails over others with shapes or keys that do not match. Here each
-is one error that names the keys and the ways out. Only the format torch_dist is compared.
+Megatron saves its parsed arguments in each checkpoint: here `saved`; the run's are `wanted`. It
+refuses some differences with an assertion in every rank, and fails over others with shapes or keys
+that do not match. Here each is one error that names the keys to change. Only the format torch_dist
+is compared.
 """
 
 from __future__ import annotations
@@ -30,42 +31,41 @@ SCHEDULE = (
     *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters"),
     *("global_batch_size", "weight_decay"),
 )
-"""The same for the learning rate's schedule, which Megatron counts in samples."""
+"""Megatron's arguments that decide the learning-rate schedule, which it counts in samples."""
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 OPTIMIZER = ("optimizer", "use_distributed_optimizer")
 _KEYS = arguments.OWNED_FLAGS | {
     "add_bias_linear": "megatron.disable_bias_linear",
     "lr_decay_iters": "training.iterations",
 }
-"""The keys that set them; of all others `megatron.NAME`."""
+"""Megatron's argument -> the key of our configuration that sets it; else `megatron.NAME` does."""
 _NEGATED = ("untie_embeddings_and_output_weights", "add_bias_linear")
-"""Arguments whose key says the opposite."""
+"""Arguments that are true where their key is false."""
 _RESIDUAL = "megatron_sparse.residual."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 
 
 def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
-    """Refuses a checkpoint that this run cannot go on from. Imports megatron.
+    """Refuses a checkpoint that this run cannot resume from. Imports megatron.
 
     Args:
-        config: the run; `cluster.device` must be decided.
-        vocab_size: of the data.
+        config: the run; `cluster.device` is `cpu` or `cuda`, no longer `auto`.
+        vocab_size: number of token ids in the data.
         checkpoint: the folder of one checkpoint, complete.
 
     Raises:
-        CheckpointError: they do not fit; names the keys.
+        CheckpointError: run and checkpoint do not fit together; names the keys.
         ConfigError: a key of the `megatron:` section is wrong.
     """
     state = common_state(checkpoint)
     saved = state.get("args")
     if saved is None:
-        logger.warning("%s is not compared: only those of --ckpt-format torch_dist are", checkpoint)
+        logger.warning("%s is not compared: its --ckpt-format is not torch_dist", checkpoint)
         return
     wanted = wanted_arguments(config, vocab_size)
     _check_shape(saved, wanted, checkpoint)
-    starts_anew = getattr(wanted, "finetune", False)
-    if starts_anew:
-        return
+    if getattr(wanted, "finetune", False):
+        return  # Megatron then loads only the parameters
     _check_parallel(config, saved, wanted, checkpoint)
     loads_optimizer = not getattr(wanted, "no_load_optim", False)
     if loads_optimizer and not getattr(saved, "no_save_optim", False):
@@ -74,7 +74,10 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
 
 
 def common_state(checkpoint: Path) -> Mapping[str, Any]:
-    """What all ranks of a checkpoint share; empty if it is not of the format torch_dist."""
+    """The checkpoint's state that is the same on all ranks; empty if its format is not torch_dist.
+
+    Here: Megatron's arguments (`args`) and the optimizer's sharding (`content_metadata`).
+    """
     from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from megatron.core.safe_globals import register_safe_globals
@@ -86,11 +89,11 @@ def common_state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
-    """Megatron's arguments of the run, as parsed and not yet completed; without old spellings."""
+    """The run's arguments as Megatron's parser returns them, before its validation fills others."""
     derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
     parser = arguments.megatron_parser()
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
-    if not wanted.group_query_attention:
+    if not wanted.group_query_attention:  # the validation would do this; `SHAPE` needs it
         wanted.num_query_groups = wanted.num_attention_heads
     return wanted
 
@@ -98,9 +101,12 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
 def _differences(
     names: Sequence[str], saved: argparse.Namespace, wanted: argparse.Namespace
 ) -> dict[str, tuple[object, object]]:
-    """Returns key -> (checkpoint's value, run's value) for those that both have and that differ.
+    """Compares arguments; returns key -> (checkpoint's value, run's value) where they differ.
 
-    `names` are Megatron's arguments; keys are those of the configuration that set them.
+    Args:
+        names: Megatron's arguments to compare; those that are None on one side are left out.
+        saved: the checkpoint's arguments.
+        wanted: the run's arguments.
     """
     found = {}
     for name in names:
@@ -108,7 +114,7 @@ def _differences(
         is_known = before is not None and now is not None
         if not is_known or before == now:
             continue
-        if name in _NEGATED:
+        if name in _NEGATED:  # show the key's value, which is the opposite
             before, now = not before, not now
         found[_KEYS.get(name, f"megatron.{name}")] = (before, now)
     return found
@@ -117,7 +123,7 @@ def _differences(
 def _error(
     what: str, found: Mapping[str, tuple[object, object]], remedy: str, checkpoint: Path
 ) -> CheckpointError:
-    """The error for keys whose values differ: `what` is wrong, `found` is from `_differences`."""
+    """Makes the error for the differences `found`; `what` begins its message."""
     return CheckpointError(
         f"{what}: {checkpoint}",
         expected=", ".join(f"{key}={_text(before)}" for key, (before, _) in found.items()),
@@ -147,10 +153,10 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
 
 
 def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
-    """Refuses other model-parallel sizes if the checkpoint has residuals, which need its own."""
+    """Refuses other model-parallel sizes if residuals are loaded: they fit only the old sizes."""
     found = _differences(PARALLEL, saved, wanted)
-    keeps = config.plugin and config.compression.residual_checkpoint != "none"
-    if found and keeps and _has_residuals(checkpoint):
+    takes_residuals = config.plugin and config.compression.residual_checkpoint != "none"
+    if found and takes_residuals and _has_residuals(checkpoint):
         raise _error(
             "the checkpoint's residuals belong to another model-parallel layout",
             found,
@@ -168,16 +174,19 @@ def _has_residuals(checkpoint: Path) -> bool:
 
 
 def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Refuses an optimizer whose saved state this run's optimizer cannot take over."""
+    """Refuses a checkpoint whose optimizer state this run's optimizer cannot load.
+
+    `state` is the result of `common_state`.
+    """
     if wanted.optimizer not in ("adam", "sgd"):
-        return  # Megatron's validation gives Muon's arguments other names before it saves them
+        return  # of Muon the names do not compare: Megatron changes them before it saves
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
-        # Its state has main weights in fp32 beside weights in half precision, and none otherwise.
+        # The state holds fp32 main weights only if the model's weights are fp16 or bf16.
         before, now = _precision(saved), _precision(wanted)
         if (before == "fp32") != (now == "fp32"):
             found["training.precision"] = (before, now)
-    # Sharded otherwise, the distributed optimizer's state fits only the layout that saved it.
+    # The distributed optimizer's other formats fit only the parallel sizes that saved them.
     sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if wanted.use_distributed_optimizer and sharding and sharding not in _RESHARDABLE:
         found |= _differences(PARALLEL, saved, wanted)
@@ -198,11 +207,11 @@ def _precision(megatron_arguments: Any) -> str:
 
 
 def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
-    """Refuses another learning-rate schedule, unless a flag says which of the two counts."""
+    """Refuses another learning-rate schedule, unless a flag chooses the new or the saved one."""
     if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
         return
     if getattr(saved, "train_samples", None) or wanted.train_samples:
-        return  # counted in samples from the start: the batch size does not matter
+        return  # runs that the user counts in samples do not depend on the batch size
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return

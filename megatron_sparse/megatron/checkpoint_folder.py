@@ -1,8 +1,9 @@
-"""A folder of Megatron's checkpoints: which of them are complete, and which one a run goes on from.
+"""A folder of Megatron's checkpoints: which of them are complete, and which one a run resumes from.
 
 Megatron writes a checkpoint in this order: the data of each rank, `.metadata`, `metadata.json`, and
-at last the tracker, the file that names the checkpoint to load. A run that ends in between, such as
-on a full disk, leaves a partial folder, or a tracker that is cut off. Imports no megatron.
+at last the *tracker*, the file that names the checkpoint to load. A run that ends in between, such
+as on a full disk, leaves a partial folder, or a tracker that is cut off. A *release* is a converted
+checkpoint, which has no iteration. Imports no megatron.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from megatron_sparse.telemetry.lines import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What the tracker of a converted checkpoint says in place of an iteration."""
+"""The tracker's text in place of an iteration, and the folder's name, for a release."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _COMMON = ("common_state/shard_0_1", "common_state")
 
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Attributes:
-        iteration: of the newest complete one that the tracker allows; None if there is none.
-        damage: why `iteration` is not what the tracker says; empty if it is.
+        iteration: the checkpoint's; 0 for a release; None if there is no complete checkpoint.
+        damage: why the checkpoint is not the one that the tracker names; empty if it is.
     """
 
     iteration: int | None
@@ -43,10 +44,10 @@ def checkpoint(folder: Path, iteration: int) -> Path:
 
 
 def with_temporary(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
-    """`folder`, and the folder of temporary checkpoints that Megatron looks into besides.
+    """The folders that Megatron loads from: `folder`, and that of temporary checkpoints if any.
 
     Args:
-        folder: of the run's checkpoints.
+        folder: the run's permanent checkpoints.
         settings: Megatron's arguments, or the `megatron:` section.
     """
     folders = [folder]
@@ -57,7 +58,7 @@ def with_temporary(folder: Path, settings: Mapping[str, Any]) -> list[Path]:
 
 
 def tracked(folder: Path) -> int | None:
-    """The iteration that the tracker names, 0 for a release; None if it names none."""
+    """The iteration that the tracker names, 0 for a release; None without a readable tracker."""
     try:
         text = (folder / TRACKER).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -73,10 +74,10 @@ def is_release(folder: Path) -> bool:
 
 
 def choose(folder: Path) -> ChosenCheckpoint:
-    """Chooses the checkpoint that the tracker names, else the newest complete one below it.
+    """Chooses the checkpoint that the tracker names; if damaged, the newest complete older one.
 
-    With a damaged tracker the newest complete one. A newer one than the tracker names is not
-    taken: a user who goes back to an older checkpoint writes its number into the tracker.
+    A newer one is not taken: a user who goes back to an older checkpoint writes its number into the
+    tracker. If the tracker itself is damaged, the newest complete checkpoint is taken.
     """
     if is_release(folder):
         return ChosenCheckpoint(0)
@@ -95,7 +96,7 @@ def choose(folder: Path) -> ChosenCheckpoint:
 
 
 def saved_iterations(folder: Path) -> list[int]:
-    """Iterations that have a folder, complete or not; the newest first."""
+    """The iterations that have a checkpoint's folder, complete or not; the newest first."""
     if not folder.is_dir():
         return []
     matches = [_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
@@ -103,7 +104,7 @@ def saved_iterations(folder: Path) -> list[int]:
 
 
 def track(folder: Path, iteration: int) -> None:
-    """Writes the tracker; complete or not at all.
+    """Makes the tracker name `iteration`. A failed write leaves the old tracker.
 
     Raises:
         OSError: it cannot be written.
@@ -112,16 +113,16 @@ def track(folder: Path, iteration: int) -> None:
 
 
 def damage(saved: Path) -> str | None:
-    """Why a checkpoint cannot be read whole; None if it can.
+    """Says why a checkpoint is not complete; None if it is.
 
     Reads sizes and metadata, not the data: a byte that was changed is not found.
 
     Args:
-        saved: the folder of one checkpoint, of any format of Megatron's.
+        saved: the folder of one checkpoint, in any of Megatron's formats.
     """
     if not saved.is_dir():
         return "it has no folder"
-    legacy = sorted(saved.glob("mp_rank_*/*.pt"))
+    legacy = sorted(saved.glob("mp_rank_*/*.pt"))  # the format `--ckpt-format torch`
     if legacy:
         # A file of torch.save is a zip, whose directory is at its end.
         cut = [path for path in legacy if not zipfile.is_zipfile(path)]
@@ -130,7 +131,7 @@ def damage(saved: Path) -> str | None:
 
 
 def _damage_of_distributed(saved: Path) -> str | None:
-    """What is wrong with a distributed checkpoint, else None.
+    """Says why a checkpoint in a distributed format is not complete; None if it is.
 
     Its metadata must be readable, and its files as long as the metadata says.
     """
@@ -142,9 +143,10 @@ def _damage_of_distributed(saved: Path) -> str | None:
         metadata = FileSystemReader(saved).read_metadata()
     except Exception as error:  # a cut pickle raises almost anything
         return f".metadata is damaged ({type(error).__name__})"
-    # torch_dcp and fsdp_dtensor, which have no common state, write no metadata.json either.
-    of_megatron = any(key in metadata.state_dict_metadata for key in _COMMON)
-    if of_megatron or (saved / "common.pt").exists():
+    # The formats torch_dcp and fsdp_dtensor write no metadata.json, and no common state. The format
+    # torch_dist has both; its common state is an entry of the metadata or the file common.pt.
+    has_common_state = any(key in metadata.state_dict_metadata for key in _COMMON)
+    if has_common_state or (saved / "common.pt").exists():
         try:
             json.loads((saved / "metadata.json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -155,9 +157,9 @@ def _damage_of_distributed(saved: Path) -> str | None:
 def _short_file(saved: Path, metadata: Any) -> str | None:
     """The first file that is missing, or shorter than the metadata says; None if all are whole."""
     file_sizes: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        file_sizes[place.relative_path] = max(file_sizes.get(place.relative_path, 0), end)
+    for entry in (metadata.storage_data or {}).values():
+        end = entry.offset + entry.length
+        file_sizes[entry.relative_path] = max(file_sizes.get(entry.relative_path, 0), end)
     for name, size in sorted(file_sizes.items()):
         path = saved / name
         if not path.is_file():

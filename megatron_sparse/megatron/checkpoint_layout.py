@@ -1,17 +1,18 @@
-"""How a checkpoint holds the plugin's state: places of ranks, rows of residuals, common state.
+"""How a checkpoint holds the plugin's state: a table of residuals for each parameter, common state.
 
-Bucket layouts change with overlap, bucket size and data-parallel size, so everything here goes by
-parameter name.
+Bucket layouts change with overlap, bucket size and data-parallel size, so a checkpoint names
+parameters, not buckets.
 
 A *row* is one whole residual of a parameter. Where every rank selects from its own gradient
 (`compression.level=rank`) each data-parallel rank has a row. Where a node or an optimizer instance
 selects from its sum, the node or the instance has the row, and each of its ranks holds slices of
 it. Expert parameters have rows of their own, over the ranks of the expert data-parallel group.
 
-A checkpoint has each parameter as a table: rows x elements. After a change of ranks, nodes or level
-new row r takes the sum of the old rows j with j mod count = r, so the total over rows, which error
-feedback still has to send, is preserved.
+A checkpoint has the residuals of each parameter as a table: rows x elements. After a change of
+ranks, nodes or level new row r takes the sum of the old rows j with j mod count = r, so the total
+over rows, which error feedback still has to send, is preserved.
 
+A *part* is the elements of a bucket that this rank selects from; at level `rank` the whole bucket.
 Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 """
 
@@ -37,25 +38,25 @@ from megatron_sparse.reduction.level_parts import in_whole_bucket
 
 VERSION = 4
 Residuals = dict[SliceKey, torch.Tensor]
-"""Parameter and first element -> 1-D tensor."""
+"""Parameter's name and the slice's first element -> the slice's residual, 1-D."""
 RowLayouts = dict[str, tuple[str, int]]
 """`dense` and `expert` -> the level of compression, and the number of rows; see `ResidualRow`."""
 
 
 def data_place(expert: bool) -> tuple[int, int]:
-    """Returns this rank's number among the ranks that hold its parameters, and their number.
+    """Returns this rank's number in its data-parallel group, and the size of that group.
 
-    The places of experts differ from the others only in models with experts.
+    `expert` chooses the group of expert parameters, which differs only in models with experts.
     """
     group = data_parallel_group(expert)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def model_shard(expert: bool) -> str:
-    """Names the part of the model that the rank holds; part of keys in a checkpoint."""
+    """Names this rank's model-parallel shard (`tp0.pp1`), for keys in a checkpoint."""
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     if expert:
-        # None only where Megatron's groups were not made.
+        # Megatron returns None if it made no such group.
         tensor = parallel_state.get_expert_tensor_parallel_rank() or 0
         experts = parallel_state.get_expert_model_parallel_rank()
         return f"expert.tp{tensor}.ep{experts}.pp{pipeline}"
@@ -63,7 +64,7 @@ def model_shard(expert: bool) -> str:
 
 
 def model_sizes() -> tuple[int, int, int]:
-    """Tensor, pipeline and expert sizes, which must not change between save and load."""
+    """Tensor-, pipeline- and expert-parallel sizes; saved residuals fit only the same sizes."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -73,12 +74,12 @@ def model_sizes() -> tuple[int, int, int]:
 
 @dataclass
 class Saved:
-    """One rank's part of a checkpoint.
+    """The state in a checkpoint that one rank restores.
 
-    `data_size` and `rows` are of the run that wrote it: its data-parallel size, and how the rows of
-    residuals lie; `rows` is None for a model with another layout, whose residuals are not read.
-    `unknown` names parameters that this run does not have. `masters` are the parts of
-    `parameters.method=lossy` that overlap with this rank's shards.
+    `data_size` and `rows` are the data-parallel size and the row layouts of the run that saved;
+    `rows` is None if its model-parallel layout differs and residuals are not read. `unknown` names
+    saved parameters that this run does not have. `masters` are those of `parameters.method=lossy`
+    in this rank's shards.
     """
 
     step: int
@@ -97,15 +98,10 @@ class Saved:
 
 
 def check_version(checkpoint: Path, version: object, *, wanted: bool) -> None:
-    """Refuses residuals that another version of the plugin has written.
+    """Raises a `CheckpointError` if residuals are `wanted`, but another version has saved them.
 
-    Args:
-        checkpoint: the folder.
-        version: of the state in it.
-        wanted: whether this run takes over residuals; without them it starts at zero all the same.
-
-    Raises:
-        CheckpointError: they are wanted, and of another version.
+    `version` is that of the state in the folder `checkpoint`. A run that restores no residuals
+    accepts any.
     """
     if wanted and version != VERSION:
         raise CheckpointError(
@@ -118,11 +114,7 @@ def check_version(checkpoint: Path, version: object, *, wanted: bool) -> None:
 
 
 def check_sizes(saved: tuple[int, ...]) -> None:
-    """Refuses residuals of a model with another layout.
-
-    Raises:
-        CheckpointError: a tensor-, pipeline- or expert-parallel size differs.
-    """
+    """Raises a `CheckpointError` if the run that saved had other `model_sizes` than this one."""
     if saved != model_sizes():
         raise CheckpointError(
             "the checkpoint's residuals belong to another model-parallel layout",
@@ -134,9 +126,10 @@ def check_sizes(saved: tuple[int, ...]) -> None:
 
 
 def model_layers(attachment: Attachment) -> dict[str, int]:
-    """The layers of this rank's chunks, and what lies in them: name to the layer's global number.
+    """Module name -> global number of its layer, for the layers of this rank's chunks.
 
-    Names, by which residuals go too, count a chunk's layers from 0, however many lie before them.
+    Modules' names, like the parameters' names in a checkpoint, count layers from 0 in each chunk.
+    Only the global number shows whether a layer of that name is still the same one.
     """
     return {
         f"chunk{index}.{name}": module.layer_number
@@ -147,17 +140,12 @@ def model_layers(attachment: Attachment) -> dict[str, int]:
 
 
 def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
-    """Refuses residuals of other layers of the same names, as of another virtual pipeline size.
+    """Raises a `CheckpointError` if a module's name meant another layer in the run that saved.
 
-    Args:
-        saved: by `model_layers`; empty in older checkpoints, which are accepted.
-        attachment: whose layers are compared.
-
-    Raises:
-        CheckpointError: a layer has another number.
+    So it is after a change of the virtual pipeline size. `saved` is the result of `model_layers`.
     """
     for name, now in model_layers(attachment).items():
-        before = saved.get(name, now)
+        before = saved.get(name, now)  # older checkpoints lack the name: accept it
         if before != now:
             raise CheckpointError(
                 "the checkpoint's residuals belong to another split of layers over the pipeline",
@@ -169,7 +157,7 @@ def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
 
 
 def common_state(attachment: Attachment) -> dict[str, Any]:
-    """The state that is the same on every rank. Reads the gradient factor on the host."""
+    """The state that is the same on every rank. The host waits for the gradient factor."""
     factor = attachment.unit.gradient_factor
     return {
         "version": VERSION,
@@ -184,7 +172,7 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
 
 
 def model_parameters(attachment: Attachment) -> set[tuple[bool, str]]:
-    """Every parameter of the buckets: whether its rows are an expert's, and its name."""
+    """Every parameter of the buckets, as (whether it is an expert's, its name)."""
     return {
         (group.expert, piece.name)
         for group in attachment.groups
@@ -195,12 +183,12 @@ def model_parameters(attachment: Attachment) -> set[tuple[bool, str]]:
 
 @dataclass(frozen=True)
 class ResidualRow:
-    """A rank's row of the parameters of one bucket group.
+    """The row that a rank has, whole or in part, in the tables of one bucket group's parameters.
 
     Attributes:
-        level: of compression: which ranks share a row.
-        index: of the row.
-        count: rows in all.
+        level: the level of compression, `rank`, `node` or `instance`: which ranks share a row.
+        index: the row's number.
+        count: rows in the table.
     """
 
     level: str
@@ -208,7 +196,7 @@ class ResidualRow:
     count: int
 
     def takes(self, saved_count: int) -> range:
-        """The saved rows that this row takes over.
+        """The numbers of the saved rows that add up to this row, of `saved_count`.
 
         Example:
             >>> list(ResidualRow("rank", 1, 2).takes(5))
@@ -222,11 +210,11 @@ class HeldSlice:
     """A slice of a parameter whose residual this rank holds.
 
     Attributes:
-        bucket: what the rank selects from.
-        piece: the slice's place in it.
+        bucket: the part of a bucket that the rank selects from.
+        piece: the slice: its offset in the parameter, and where it lies in `bucket`.
         whole_numel: elements of the parameter.
         expert: whether the parameter is an expert's.
-        row: of which the slice is a part.
+        row: the row of the parameter's table that the slice belongs to.
     """
 
     bucket: Bucket
@@ -242,24 +230,24 @@ class HeldSlice:
 
 
 def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
-    """This rank's row of a group's parameters."""
-    level = attachment.reducer(group).level_groups
+    """The row of this rank in the tables of a bucket group's parameters."""
+    level = attachment.reducer(group).level_groups  # None at level `rank`
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
         return ResidualRow(RANK, *data_place(group.expert))
-    # `across` has one rank of each node, or of each instance.
+    # `across` has one rank of each node, or of each instance: its number is that of the row.
     index, count = level.across.rank, level.across.world_size
-    others = group.instances_group
-    if level.level == NODE and others is not None:
-        # Nodes are counted inside one instance: the rows of each instance follow the last one's.
-        index += count * dist.get_rank(others)
-        count *= dist.get_world_size(others)
+    instances = group.instances_group
+    if level.level == NODE and instances is not None:
+        # `across` counts the nodes of one instance: rows of instance 1 follow those of instance 0.
+        index += count * dist.get_rank(instances)
+        count *= dist.get_world_size(instances)
     return ResidualRow(level.level, index, count)
 
 
 def row_layouts(attachment: Attachment) -> RowLayouts:
-    """Level and number of rows, by kind of parameter."""
-    rows = {
+    """The level and the number of rows for dense parameters, and for those of experts."""
+    rows = {  # groups of a kind agree, so it does not matter that the last one stays
         "expert" if group.expert else "dense": row_of(attachment, group)
         for group in attachment.groups
     }
@@ -267,7 +255,7 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
 
 
 def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
-    """All slices whose residual this rank holds, or may hold, in the buckets' order."""
+    """All slices of parameters that this rank selects from; residuals exist from the first time."""
     for group in attachment.groups:
         row, reducer = row_of(attachment, group), attachment.reducer(group)
         for whole in group.buckets:
@@ -278,22 +266,22 @@ def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
 
 
 def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch.Tensor]]:
-    """The whole parameters that this rank saves with `residual_checkpoint=sum`.
+    """Adds up the rows of each parameter; yields the parameters that this rank is to save.
 
-    Of each the name, whether it is an expert's, and the sum over all rows: fp32 [P] on the host.
+    For `residual_checkpoint=sum`. All ranks get all sums, but save different parameters. Yields
+    (name, whether it is an expert's, sum over all rows: fp32 [P] on the host).
 
-    Collective over all ranks: for each bucket one all-reduce, one copy to the host, and while it
-    lasts a buffer of 4 bytes for each element. All ranks have the sums; they save parameters by
-    turns.
+    Collective over all ranks: for each bucket one all-reduce, one copy to the host, and for that
+    time a buffer of 4 bytes for each element.
     """
-    turn = 0  # counts parameters; each rank saves those whose turn is its own
+    turn = 0  # number of the parameter, which the rank `turn % size` saves
     for group in attachment.groups:
         rank, size = data_place(group.expert)
         for whole in group.buckets:
             part = attachment.reducer(group).part(whole)
             values_M = attachment.residuals.settled(part)
             if values_M is None:
-                continue
+                continue  # it has no residual yet, on any rank
             total_N = in_whole_bucket(values_M, part, whole)
             dist.all_reduce(total_N, group=data_parallel_group(group.expert))
             for parameter in whole.parameters:
@@ -304,7 +292,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
 
 
 def data_parallel_group(expert: bool) -> dist.ProcessGroup:
-    """The ranks that hold this rank's parameters, as `data_place` counts them."""
+    """The ranks that hold the same parameters as this rank; `expert` means those of experts."""
     if expert:
         group = parallel_state.get_expert_data_parallel_group()
     else:
@@ -314,23 +302,23 @@ def data_parallel_group(expert: bool) -> dist.ProcessGroup:
 
 
 def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
-    """The row's part of a slice of a sum: every `count`-th element of the parameter, else zero.
+    """Splits a saved sum among `count` rows: each takes every `count`-th element, else zero.
 
-    So the parts add up to the sum exactly; equal parts would do so only if `count` is a power of
-    two. Also, only one row sends each element, instead of all of them.
+    Returns the row's values of the slice `held`. The rows add up to the sum exactly; sum / `count`
+    would do so only for a power of two. Also, only one row then sends each element.
 
     Args:
-        total_M: the sum over rows, cut as `held` is.
-        held: the slice.
+        total_M: the elements of the sum that lie in the slice.
+        held: the slice and its row.
 
     Example:
-        The row 0 of 2 of the whole parameter.
+        Row 0 of 2, for a slice that is the whole parameter.
         >>> whole = ParameterSlice("w", 0, 3)
         >>> held = HeldSlice(None, whole, 3, False, ResidualRow("rank", 0, 2))
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), held).tolist()
         [1.0, 0.0, 3.0]
     """
-    # The slice's first element whose place in the parameter, modulo `count`, is the row's index.
+    # The slice's first element whose number in the parameter, modulo `count`, is the row's index.
     first = (held.row.index - held.piece.offset) % held.row.count
     part_M = torch.zeros_like(total_M)
     part_M[first :: held.row.count] = total_M[first :: held.row.count]

@@ -1,8 +1,8 @@
-"""The processes that Megatron's checkpoints start end with their rank, also where that is killed.
+"""Makes the processes that Megatron starts for checkpoints end with their rank, even a killed one.
 
-Writers of a checkpoint hand their results on through a queue that a manager of `multiprocessing`
-keeps. The manager's process would wait for a killed rank for ever, and one that writes an
-asynchronous checkpoint would go on writing into the folder of the next run. This module imports
+Writer processes return their results through a queue, which lives in a manager process of
+`multiprocessing`. If the rank is killed, the manager would wait for it for ever, and the writer of
+an asynchronous checkpoint would go on writing into the folder of the next run. This module imports
 nothing heavy, because these processes import it.
 """
 
@@ -18,17 +18,17 @@ from contextlib import suppress
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-_MARK = "_megatron_sparse_watches"
-_is_watching = False
+_MARK = "_megatron_sparse_watches"  # attribute of the functions of Megatron that are wrapped
+_is_watching = False  # whether this process, a writer, ends with its rank
 
 
 def end_with_rank() -> None:
-    """Lets the processes of Megatron's next checkpoints end with this process. Idempotent.
+    """Wraps Megatron's functions that start writers and the manager, so that those end with us.
 
-    Imports megatron. Leaves the manager out where Megatron makes its queue in another way, as
-    before megatron-core 0.19, and writers of nvidia-resiliency-ext.
+    Idempotent. Imports megatron. Does not reach the manager of megatron-core before 0.19, which
+    makes its queue in another way, nor writers of nvidia-resiliency-ext.
     """
-    host: Any = None
+    host: Any = None  # Megatron's module with the queue
     with suppress(ImportError):
         from megatron.core.dist_checkpointing.strategies import async_utils
         from megatron.core.dist_checkpointing.strategies import filesystem_async as host
@@ -37,14 +37,14 @@ def end_with_rank() -> None:
             if hasattr(async_utils, name):
                 _let_writers_end(getattr(async_utils, name))
     original = getattr(host, "get_write_results_queue", None)
-    if original is None or not hasattr(host, "_results_queue"):  # not as in known releases
+    if original is None or not hasattr(host, "_results_queue"):  # another version of Megatron
         return
     if hasattr(original, _MARK):  # it is wrapped already
         return
 
     @functools.wraps(original)
     def watched(mp_mode: str = "spawn") -> Any:
-        # Makes the queue before Megatron would, with a manager that ends with this process.
+        # Makes Megatron's queue first, with a manager that ends with this process.
         if host._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
             manager.start(initializer=_begin_manager)
@@ -56,7 +56,7 @@ def end_with_rank() -> None:
 
 
 def _let_writers_end(caller: Any) -> None:
-    """Wraps the method of `caller` that starts a writer, so that the writer ends with its rank."""
+    """Wraps the method that starts a writer, of the class `caller`: it ends with its rank."""
     original = caller.schedule_async_call
     if hasattr(original, _MARK):
         return
@@ -73,20 +73,20 @@ def _let_writers_end(caller: Any) -> None:
 
 
 def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `write`, in the process that writes, which from now on ends with its rank."""
+    """Runs in the writer process: makes it end with its rank, then calls `write`."""
     global _is_watching
-    if not _is_watching:  # one process may write several checkpoints
+    if not _is_watching:  # once, although one process may write several checkpoints
         _is_watching = True
-        # A writer starts a process of its own for each file.
+        # The writer forks a process for each file, which must end with the writer.
         os.register_at_fork(after_in_child=end_soon_after_parent)
         end_soon_after_parent()
     return write(*args, **kwargs)
 
 
 def _begin_manager() -> None:
-    """Prepares the manager's process: it ends soon after its rank, and lets go of the rank's log.
+    """Runs in the manager process: makes it end with its rank, and closes the rank's output.
 
-    While it held the log's pipe open, readers of the log would wait for it.
+    An open copy of the rank's stdout or stderr would keep readers of the rank's log waiting.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # stdout and stderr
@@ -95,15 +95,16 @@ def _begin_manager() -> None:
 
 
 def end_soon_after_parent() -> None:
-    """From now on this process ends within a second after the one that started it.
+    """Makes this process end within a second after its parent.
 
-    It polls, because the kernel's own signal already comes when the starting thread ends.
+    A thread polls, because Linux's signal for this (PR_SET_PDEATHSIG) comes already when the
+    parent's thread that started this process ends.
     """
-    parent = os.getppid()  # changes when the parent has ended
+    parent = os.getppid()  # another number once the parent has ended
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        os._exit(1)  # `sys.exit` would end only this thread
 
     threading.Thread(target=watch, name="megatron_sparse_parent", daemon=True).start()

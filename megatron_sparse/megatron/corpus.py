@@ -120,7 +120,7 @@ def prepare(kind: Kind, out_dir: str | Path, vocab_size: int = 8192) -> Corpus:
 
 
 def load(out_dir: str | Path) -> Corpus:
-    """Reads the manifest of a prepared corpus and checks every file's digest against it.
+    """Reads a prepared corpus's manifest (`MANIFEST`) and checks each file's digest against it.
 
     Raises:
         DatasetError: there is no corpus in `out_dir`, or its manifest or a file is missing or
@@ -221,7 +221,8 @@ def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     with Console(stderr=True).status("train the BPE"):  # the trainer reports no progress
         tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([EOD_TOKEN])
-    tokenizer.encode_special_tokens = True  # this token's text inside a document is no end
+    # Text in a document that looks like EOD_TOKEN is encoded as text, not as the end.
+    tokenizer.encode_special_tokens = True
     if tokenizer.token_to_id(EOD_TOKEN) != vocab_size - 1:
         raise DatasetError(
             "the text is too short for this vocabulary",
