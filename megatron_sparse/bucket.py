@@ -1,7 +1,9 @@
 """A gradient bucket and how it is cut: parameters, shards, wire segments, threshold ranges.
 
-Shape suffixes: N elements of the bucket, S wire segments, R threshold ranges (each inside one
-segment), P sampled parameters.
+A picture above `Layout` shows all cuts. A *segment* is encoded as one record; all elements of a
+*range* share one threshold; a *piece* is a parameter or the padding after it.
+
+Shape suffixes: N elements of the bucket, S segments, R ranges, P pieces.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Where one parameter lies in its bucket.
+    """Where one parameter, or a slice of it, lies in a bucket: elements `start` to `stop`.
 
-    A parameter with `keep` is always sent whole. Of one with `lossless` exactly the elements that
-    are not zero are sent. All others are pruned. `name` is stable across runs and independent of
-    how parameters are grouped into buckets. `offset` is the element of the parameter at which the
-    slice begins: a part of a bucket may hold several slices of one parameter.
+    With `keep` all its elements are always sent ("kept"). With `lossless` exactly the elements that
+    are not zero are sent. Else it is pruned. `name` is stable across runs and independent of how
+    parameters are grouped into buckets. `offset` is the slice's first element in the parameter: a
+    part of a bucket may hold several slices of one parameter.
     """
 
     name: str
@@ -128,11 +130,11 @@ class Bucket:
         return slice(rank * shard_numel, (rank + 1) * shard_numel)
 
     def layout(self, sharded: bool, extra_cuts: Cuts = ()) -> Layout:
-        """The bucket's cut into segments and ranges; computed once for each kind.
+        """How the bucket is cut into segments and ranges; cached for each pair of arguments.
 
         Args:
-            sharded: cut at the borders of the ranks' shards.
-            extra_cuts: cut at these elements too; see `Scheme.extra_cuts`.
+            sharded: whether to cut at the borders of the ranks' shards too.
+            extra_cuts: further elements to cut at; see `Scheme.extra_cuts`.
         """
         key = (sharded, extra_cuts)
         if key not in self.layouts:
@@ -156,14 +158,14 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a bucket is cut into segments, ranges and pieces; the example above has one of each.
+    """Where a bucket is cut into segments, ranges and pieces; the comment above shows an example.
 
-    Offsets are int64 elements from the bucket's start. A layout never changes, so values computed
-    from it can be kept. No two layouts compare equal.
+    Offsets are int64 elements from the bucket's start. A layout never changes, so caches may use
+    it as a key: it is compared by identity.
 
     Attributes:
-        segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
-            border nor one between kept, lossless and pruned elements.
+        segment_offsets: S+1 offsets of the segments, each one record on the wire. A segment never
+            crosses a border between shards, nor between kept, lossless and pruned elements.
         segment_keep: uint8 [S], 1 for segments that are always sent whole.
         shard_segments: n+1 segment numbers: shard i begins at [i] and ends before [i+1].
         range_offsets: R+1 offsets of the ranges: segments cut at pieces.
@@ -182,16 +184,17 @@ class Layout:
 
     @classmethod
     def of(cls, bucket: Bucket, shards: int, extra_cuts: Cuts = ()) -> Layout:
-        """Cuts `bucket` into `shards` equal shards, then by runs of one kind.
+        """Computes the segments, ranges and pieces of a bucket.
 
-        A piece is a parameter or a padding; its kind is whether it is kept, and lossless. Segments
-        are cut where the kind changes, at borders of shards and where they get too long; ranges at
-        every piece too.
+        Segments are cut at borders of shards, at `extra_cuts`, where they get too long, and where
+        the kind of elements changes: kept, lossless or pruned. Ranges are cut at every piece too.
+        Padding has the kind of the parameter before it, but is a piece of its own, so that the
+        amount of padding does not change which elements are sampled.
 
-        `extra_cuts` are further borders, each from 0 to the bucket's end.
-
-        Padding is sent with the parameter before it, but is a piece of its own, so that how much
-        of it a bucket has does not change what is sampled.
+        Args:
+            bucket: the bucket.
+            shards: number of equal shards.
+            extra_cuts: further borders, each from 0 to the bucket's end.
 
         Example:
             >>> p = [ParameterSlice("w", 0, 6), ParameterSlice("b", 6, 8, keep=True)]
@@ -209,7 +212,7 @@ class Layout:
         }
         segments = _split_long(sorted({*shard_starts, numel, *kind_starts, *extra_cuts}))
         ranges = sorted({*segments, *pieces})
-        # All pieces of a segment are of one kind.
+        # All pieces of a segment are of one kind, (keep, lossless).
         segment_keep = [kinds[piece][0] for piece in _intervals_around(pieces, segments)]
         # An empty bucket has no segments: each of its shards begins and ends at 0.
         shard_firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
@@ -225,26 +228,26 @@ class Layout:
 
 
 def _pieces(bucket: Bucket) -> tuple[list[int], list[int], list[tuple[bool, bool]]]:
-    """The offsets of parameters and paddings, and each one's parameter (-1 for padding) and kind.
+    """Cuts a bucket into parameters and paddings.
 
-    The kind is whether it is kept, and lossless; padding has that of the piece before it.
+    Returns the P+1 offsets of the pieces, and for each piece its parameter's index (-1 for padding)
+    and its kind (keep, lossless). Padding has the kind of the parameter before it.
     """
     offsets, piece_parameter, kinds = [0], [], []
-    kind = (True, False)  # padding in front is kept
+    kind = (True, False)  # padding before the first parameter is kept
 
-    def end_piece(stop: int, parameter: int) -> None:
-        """Ends the present piece, of the present kind; one without elements is none."""
-        if stop > offsets[-1]:
+    def add_piece(stop: int, parameter: int) -> None:
+        if stop > offsets[-1]:  # else there is no padding here
             offsets.append(stop)
             piece_parameter.append(parameter)
             kinds.append(kind)
 
     for index, parameter in enumerate(bucket.parameters):
-        end_piece(parameter.start, -1)
+        add_piece(parameter.start, -1)
         if parameter.numel:
             kind = (parameter.keep, parameter.lossless)
-            end_piece(parameter.stop, index)
-    end_piece(bucket.numel, -1)
+            add_piece(parameter.stop, index)
+    add_piece(bucket.numel, -1)
     return offsets, piece_parameter, kinds
 
 

@@ -1,1 +1,1 @@
-"""Selects what is sent of a gradient, and keeps the rest."""
+"""Selects the elements of a gradient to send, and keeps the others in a residual."""

@@ -1,4 +1,4 @@
-"""Decides which parameters are pruned, sent whole, or sent without loss."""
+"""Decides which parameters are pruned, sent whole, or sent without loss (all but zeros)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ParameterFilter:
     def slice_of(
         self, name: str, start: int, stop: int, shape: Sequence[int] | torch.Size, replicated: bool
     ) -> ParameterSlice:
-        """The parameter's slice [start, stop) of its bucket, marked as lossless or kept whole."""
+        """Makes the slice of a parameter at [start, stop) of its bucket, and decides its kind."""
         lossless = any(pattern.search(name) for pattern in self._lossless)
         is_small = len(shape) < 2 or math.prod(shape) < self._min_numel
         is_kept = any(pattern.search(name) for pattern in self._kept)

@@ -1,11 +1,13 @@
-"""Residuals: the part of gradients that was not sent yet; restored when a step is skipped.
+"""Residuals: the elements of gradients that were not sent yet (error feedback).
 
-Selection is provisional until the optimizer step is accepted. A store with `undo` copies each
-residual before the selection changes it, so a skipped step (fp16 overflow) or a repeated one
-(Megatron's rerun mode) leaves it as it was. Without `undo` there is one buffer for each bucket.
+A step *selects* from a bucket: some elements of gradient + residual are sent, and the others become
+the new residual. The selection is *pending* until the optimizer has taken or skipped the step:
+`commit` makes it final, `rollback` restores the old residual from its *undo copy*. So a step that
+is skipped (fp16 overflow) or repeated (Megatron's rerun mode) loses nothing. Without undo copies a
+residual takes one buffer, not two.
 
-Residuals are contributions to the *averaged* gradient, in units of the loss scale, if there is one,
-and of the factor that gradients are multiplied by after their sum (`commit` follows its changes).
+Residuals are contributions to the *averaged* gradient. Their *unit* is the loss scale, if there is
+one, times the factor that Megatron multiplies the summed gradients by.
 """
 
 from __future__ import annotations
@@ -32,24 +34,22 @@ class ResidualStore:
         dtype: `torch.float32` or `torch.bfloat16`.
 
     Attributes:
-        undo: keep an undo copy of each residual that a selection changes.
-        is_reported: `commit` or `rollback` is called after each step; else every selection is
-            final at once.
+        undo: whether to make an undo copy of each residual that a selection changes.
+        is_reported: whether `commit` or `rollback` is called after each step; if not, every
+            selection is final at once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Begins without residuals, and without a pending selection."""
         self._goes_on = False  # `go_on` was called in this step
         self._is_apart = False  # `take_apart` was called in this step
         self.dtype = dtype
         self.undo = False
         self.is_reported = False
+        # All by the bucket's name:
         self._residuals: dict[str, torch.Tensor] = {}
         self._undo_copies: dict[str, torch.Tensor] = {}
-        # Buckets selected in a step without an outcome yet; whether they had a residual before it.
-        self._pending: dict[str, bool] = {}
-        # Buckets whose residual was sent whole in this step (`drop_later`).
-        self._emptied: set[str] = set()
+        self._pending: dict[str, bool] = {}  # whether there was a residual before the selection
+        self._emptied: set[str] = set()  # residuals that this step has sent whole (`drop_later`)
         self._buckets: dict[str, Bucket] = {}
 
     def __contains__(self, bucket: str) -> bool:
@@ -61,22 +61,21 @@ class ResidualStore:
     @property
     def nbytes(self) -> int:
         """Bytes held by residuals and undo copies."""
-        tensors = [*self._residuals.values(), *self._undo_copies.values()]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return self.undo_nbytes + sum(residual_N.nbytes for residual_N in self.tensors())
 
     @property
     def undo_nbytes(self) -> int:
         """Bytes held by undo copies alone."""
-        return sum(t.numel() * t.element_size() for t in self._undo_copies.values())
+        return sum(copy_N.nbytes for copy_N in self._undo_copies.values())
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
-        """Returns the residual to select with, zeros on first use; a selection is now pending.
+        """Begins a selection: returns the bucket's residual, zeros on first use, to be changed.
 
-        If a selection was pending already, it stays where the step goes on (`go_on`). Else the step
-        is being repeated, and the selection is undone first.
+        If a selection of the bucket is pending already, the next one adds to it after `go_on`.
+        Else the step is being repeated, and the pending selection is undone first.
 
         Raises:
-            SelectionError: a selection is pending and there is no undo copy to go back to.
+            SelectionError: the step is being repeated and there is no undo copy.
         """
         name = bucket.name
         self._buckets[name] = bucket
@@ -95,7 +94,7 @@ class ResidualStore:
         return residual_N
 
     def _undo_repeated(self, name: str) -> None:
-        """Takes back the pending selection of a step that is being repeated."""
+        """Undoes the pending selection of a step that is being repeated."""
         if not self.undo:
             raise SelectionError(
                 f"bucket {name}: gradients were synchronised twice without an optimizer step",
@@ -106,7 +105,7 @@ class ResidualStore:
         self._restore(name)
 
     def _keep_undo_copy(self, name: str, residual_N: torch.Tensor) -> None:
-        """Copies a residual before its selection, into the memory of the last copy if it fits."""
+        """Makes a residual's undo copy, in the buffer of the last copy if the size is the same."""
         copy_N = self._undo_copies.get(name)
         # Megatron may have cut its buckets anew, with other sizes.
         if copy_N is None or copy_N.numel() != residual_N.numel():
@@ -120,10 +119,10 @@ class ResidualStore:
         return residual_N
 
     def drop_later(self, bucket: Bucket) -> None:
-        """What `begin` gave is sent whole: the residual is dropped when this is final.
+        """Frees a bucket's residual, all of which is now being sent, once the step is final.
 
-        A run that goes on dense then pays no more for it, in time or memory. Call it with the
-        stream current that has used the residual.
+        A run that goes on without compression then spends no time or memory on residuals. On CUDA
+        call it with the stream current that uses the residual: it may be freed at once.
         """
         if self.is_reported:
             self._emptied.add(bucket.name)
@@ -135,55 +134,54 @@ class ResidualStore:
         self._goes_on = True
 
     def take_apart(self, leak: float) -> dict[str, torch.Tensor]:
-        """Gives what turns the step's sum into that of gradients alone, without residuals.
+        """Returns corrections that turn the step's sums into sums of gradients without residuals.
 
-        `commit` then leaves the residuals as they were before the step. To be called between the
-        sums and `commit` or `rollback`. Needs undo copies, and one buffer of a residual's size for
-        each pending selection while the result lives.
+        This rank has sent gradient + old residual - new residual. `commit` will then restore the
+        old residuals. Call it between the sums and `commit` or `rollback`. Needs undo copies, and
+        one buffer of a residual's size for each pending selection while the result lives.
 
         Args:
             leak: the factor with which unsent values entered the residuals; 1 loses nothing.
 
         Returns:
-            For each bucket with a pending selection, what this rank must add to the sum:
-            new residual / leak - old residual, fp32 [N]. With a leak below 1, up to the rounding of
-            values that were sent; at leak 0 unsent values are lacking.
+            For each bucket with a pending selection, the values that this rank must add to the sum:
+            new residual / leak - old residual, fp32 [N]. With a leak below 1 they are exact up to
+            the rounding of sent values; at leak 0 the unsent values are missing.
         """
         self._is_apart = True
-        lacking = {}
+        corrections = {}
         for name, existed in self._pending.items():
             # Unsent values entered the residual times the leak, which is undone here. At leak 0
             # they are lost: only rounding errors, which do not leak, are left.
-            lacking[name] = self._residuals[name].float() / (leak or 1.0)
+            corrections[name] = self._residuals[name].float() / (leak or 1.0)
             if existed:  # else the old residual was zero
-                lacking[name].sub_(self._undo_copies[name])
-        return lacking
+                corrections[name].sub_(self._undo_copies[name])
+        return corrections
 
     def commit(self, unit_change: torch.Tensor | None = None, share: float | None = None) -> None:
-        """The optimizer took the step: every pending selection is final.
+        """Makes every pending selection final, after the optimizer has taken the step.
 
-        Residuals that were sent whole (`drop_later`) are dropped, unless their unit changes or only
-        a share of the change stays: then something is left of them.
+        Residuals that were sent whole (`drop_later`) are freed, unless they get a new unit or only
+        a share of the change: then they are not zero.
 
-        Where gradients are divided by a number that is known only after the selection (a step's
-        tokens, for a loss per token), the old residual entered the selection in the unit of the
-        step before. This is corrected here: `e' += (unit_change - 1) * e`, with `e` from the undo
-        copy. No host sync; one pass over residual and copy.
+        With a loss per token, gradients are divided by the step's tokens, which are known only
+        after the selection. So the old residual `e` entered the selection in the unit of the last
+        step. This is corrected here: `e' += (unit_change - 1) * e`, with `e` from the undo copy. No
+        host sync; one pass over residual and copy.
 
         Args:
             unit_change: fp32 or fp64 scalar on the residual's device: the last step's unit in units
                 of this step's; None if the unit is the same.
-            share: of the change that the pending selections made, which stays; the rest is
-                forgotten. None for all of it. Needs undo copies.
+            share: how much of the change by the pending selections the residuals keep, from 0 to 1;
+                None for all of it. Needs undo copies.
 
         Raises:
             SelectionError: the unit changes and there is no undo copy.
         """
         if self._is_apart:
-            self.rollback()  # leaves no selection pending for the steps below
-        # Before the unit changes: that uses up the undo copies.
+            self.rollback()  # restores the old residuals: no selection is pending any more
         if share is not None:
-            self._keep_share(share)
+            self._keep_share(share)  # first: a change of unit overwrites the undo copies
         if unit_change is not None:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)
@@ -196,16 +194,16 @@ class ResidualStore:
         self._goes_on = False
 
     def _keep_share(self, share: float) -> None:
-        """Takes each pending residual this part of the way from its old value to its new one."""
+        """Replaces each pending residual by old + share * (new - old)."""
         for name, existed in self._pending.items():
             new_N = self._residuals[name]
             if existed:
                 torch.lerp(self._undo_copies[name], new_N, share, out=new_N)
-            else:
+            else:  # the old residual was zero
                 new_N.mul_(share)
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
-        """Converts what was left before this step: all of it, or the old part of a selection."""
+        """Converts a residual from before this step, or the old one inside a pending selection."""
         if name not in self._pending:
             residual_N.mul_(change)
         elif self._pending[name]:  # it had a residual before the selection
@@ -220,7 +218,7 @@ class ResidualStore:
             residual_N.add_(self._undo_copies[name].mul_(change - 1))
 
     def rollback(self) -> None:
-        """The optimizer skipped the step: every residual is as it was before.
+        """Restores every residual to its value before the step, which the optimizer skipped.
 
         Raises:
             SelectionError: selections are pending and there is no undo copy.
@@ -262,11 +260,11 @@ class ResidualStore:
         return self._residuals.values()
 
     def settled(self, bucket: Bucket) -> torch.Tensor | None:
-        """The residual of `bucket` without its pending selection, for checkpoints.
+        """The residual of `bucket` as it was before a pending selection, for checkpoints.
 
-        Megatron's rerun mode saves between a backward pass and the optimizer step that it then
-        repeats. None if no selection is final yet. Without undo copies a pending selection counts
-        as final.
+        Megatron's rerun mode saves between a backward pass and the optimizer step, and repeats that
+        pass on resuming. None if the bucket had no residual. Without undo copies a pending
+        selection counts as final.
         """
         name = bucket.name
         if self.undo and name in self._pending:
@@ -274,12 +272,12 @@ class ResidualStore:
         return self._residuals.get(name)
 
     def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
-        """Views of the residual of each slice of a parameter.
+        """Yields each slice of a parameter, by name and offset, with a view of its residual.
 
-        Pending selections are included, unless only what is `settled` is asked for.
+        Unlike buckets' names and padding, these do not change with the bucket size or overlap.
 
-        Names and offsets within a parameter do not change with the bucket size or with overlap;
-        bucket numbers and padding do.
+        Args:
+            settled: leave pending selections out; see the method `settled`.
         """
         for name, newest_N in self._residuals.items():
             bucket = self._buckets[name]
@@ -295,26 +293,26 @@ class ResidualStore:
         saved: Mapping[SliceKey, torch.Tensor],
         before: Mapping[SliceKey, torch.Tensor] | None = None,
     ) -> None:
-        """Sets residuals from `saved`, slice by slice; those of all other slices become zero.
+        """Sets the residuals of `buckets` from `saved`, slice by slice; other slices become zero.
 
         Args:
-            buckets: of this store. A bucket without a saved slice keeps no residual.
-            saved: 1-D tensors, cut as the slices of the buckets are.
-            before: likewise, what `rollback` restores in a step that goes on. None: no selection
-                is pending.
+            buckets: the buckets to set; one without a saved slice loses its residual.
+            saved: for each slice its residual, a 1-D tensor.
+            before: the same for the undo copies, if a selection is pending in a step that goes on
+                (`go_on`); None if no selection is pending.
 
         Raises:
             CheckpointError: a slice's size differs from the saved one.
         """
         for bucket in buckets:
-            # Of these alone: plain DDP loads a bucket while others of its pass are under way.
+            # Other buckets stay pending: plain DDP loads one while the pass selects from others.
             self._pending.pop(bucket.name, None)
             self._undo_copies.pop(bucket.name, None)
             self._emptied.discard(bucket.name)
             pieces = [p for p in bucket.parameters if (p.name, p.offset) in saved]
             if not pieces:
                 self._residuals.pop(bucket.name, None)
-                self._buckets.pop(bucket.name, None)  # it keeps a gradient buffer alive
+                self._buckets.pop(bucket.name, None)  # else its gradient buffer is never freed
                 continue
             self._buckets[bucket.name] = bucket
             residual_N = self._add_zeros(bucket)
@@ -330,15 +328,9 @@ class ResidualStore:
 
 
 def check_size(parameter: str, saved: int, wanted: int) -> None:
-    """Refuses a saved residual of another size.
+    """Raises a `CheckpointError` if a saved residual of `parameter` has the wrong size.
 
-    Args:
-        parameter: its name.
-        saved: elements in the checkpoint.
-        wanted: elements of the model's parameter, or of the slice of it.
-
-    Raises:
-        CheckpointError: they differ.
+    `saved` and `wanted` count the elements in the checkpoint and of the model's parameter or slice.
     """
     if saved != wanted:
         raise CheckpointError(

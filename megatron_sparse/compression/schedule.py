@@ -1,8 +1,8 @@
-"""When to compress and how much: dense warm-up, density ramp, target.
+"""When to compress and how much: dense warm-up, density ramp, target density.
 
-Starting from scratch at density 1 % without a warm-up costs a visible part of the first loss drop;
-Deep Gradient Compression (Lin et al., 2017, section 3.3) lowers the density exponentially instead,
-in a step for each of four epochs; the ramp here is the same curve without steps.
+The density is the part of a gradient's elements that is sent. From scratch, density 1 % without a
+warm-up costs a visible part of the first loss drop. Deep Gradient Compression (Lin et al., 2017,
+section 3.3) lowers it exponentially, epoch by epoch; the ramp here is the same curve without steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Phase(StrEnum):
 def phase_and_density(config: CompressionConfig, step: int) -> tuple[Phase, float]:
     """The phase and the density of step `step` (0-based); density 1 means nothing is pruned.
 
-    The ramp's first step uses `ramp_start_density`; the first step after it, `density`. A ramp
-    that would start below the target starts at the target.
+    The ramp's first step has `ramp_start_density`, or the target density if that is higher. The
+    first step after the ramp has the target density.
 
     Example:
         >>> c = CompressionConfig(density=0.01, warmup_iters=1, ramp_iters=2, ramp_start_density=1)

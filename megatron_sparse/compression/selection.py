@@ -4,19 +4,18 @@ Leaky error feedback, for each element, with gradient g and residual e:
 
     x = g + e
     |x| above the threshold:   send x rounded to the wire's dtype; e becomes the rounding error
-    |x| equal to it:           a part of these elements is drawn, and sent likewise
+    |x| equal to it (a tie):   send x with a certain chance, drawn at random
     otherwise:                 send nothing; e becomes leak * x
 
-`residual.ResidualStore` keeps e. `range_limits` finds the limits, one for each range of the bucket
-(a parameter, or the part of it in one shard; see the picture above `bucket.Layout`). A limit is a
-threshold and the chance of what ties with it, so that `density` of a parameter is sent whatever its
-distribution: `ops.sample_threshold` has the rule. The limit of a parameter comes from a sample:
-`samples` elements by count, not by percentage, at positions that are a pure function of (seed,
-step, parameter), so it does not depend on how buckets are cut. Stratum j of s holds the elements
-floor(j n / s) to floor((j + 1) n / s), and a counter hash picks one of them.
+`residual.ResidualStore` keeps e. `range_limits` finds the *limits* of each range of the bucket: its
+threshold and the chance of ties, chosen so that the part `density` of a parameter is sent whatever
+its distribution (`ops.sample_threshold` has the rule). A parameter's limits come from a sample of
+its elements: `samples` of them, at positions that depend only on (seed, step, parameter), so not on
+how buckets are cut. Stratum j of s holds the elements floor(j n / s) to floor((j + 1) n / s), and a
+counter hash picks one of them.
 
-Shape suffixes: N elements of the bucket, P parameters and paddings, S segments of the message,
-R threshold ranges.
+Shape suffixes: N elements of the bucket, P pieces (parameters and paddings), S segments (records of
+the message), R threshold ranges; the picture above `bucket.Layout` shows all of them.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ class MessageSpec:
 
     Attributes:
         density: target density of the pruned parameters.
-        wire_dtype: dtype of the values on the wire; null for the gradient's own.
+        wire_dtype: dtype of the values on the wire; None for the gradient's own.
         format: one of `formats.message.FORMAT_CODES`.
         block_size: elements of a block, for the formats that have blocks.
         sharded: whether the message is cut at the borders of the ranks' shards.
-        extra_cuts: further elements at which it is cut; see `Scheme.extra_cuts`.
+        extra_cuts: further elements at which the message is cut; see `Scheme.extra_cuts`.
         capacity: the most that a segment may send, as a multiple of the target density, which
-            gives the message a fixed size; null for no limit.
-        value_bits: bits of quantised values, with the format `rice`; null for values in full.
-        whole: every element is sent, quantised to 8 or 4 bits; the density is then 1.
-        checksum: the records are sealed.
+            gives the message a fixed size ("capacity mode"); None for no limit.
+        value_bits: bits of quantised values, with the format `rice`; None for values in full.
+        whole: whether every element is sent, quantised to 8 or 4 bits; the density is then 1.
+        checksum: whether the records' checksums cover their payload, not the header alone.
     """
 
     density: float
@@ -84,7 +83,7 @@ class MessageSpec:
         return wire_dtype_of(grad_dtype, self.wire_dtype)
 
     def record_spec(self, grad_dtype: torch.dtype, step: int) -> RecordSpec:
-        """How the records of a bucket's message in a step are written, for the codec."""
+        """Settings of the codec for the records of a message."""
         return record_spec(
             self.value_dtype(grad_dtype),
             step,
@@ -114,39 +113,31 @@ class Selector:
         rank: int,
         buffers: MessageBuffers,
     ) -> None:
-        """Stores the arguments."""
         self.config = config
         self.residuals = residuals
         self.rank = rank
         self.buffers = buffers
 
-    def select(
-        self,
-        bucket: Bucket,
-        spec: MessageSpec,
-        *,
-        step: int,
-        timer: StageTimer,
-    ) -> Message:
-        """Prunes and encodes one bucket.
+    def select(self, bucket: Bucket, spec: MessageSpec, *, step: int, timer: StageTimer) -> Message:
+        """Selects from one bucket, and encodes the selected values as a message.
 
-        One pass, whose time is the stage `prune`. The gradient's content is undefined afterwards:
-        the collective overwrites it. Mutates the residual. Reads the record sizes on the host,
-        which on CUDA is one synchronisation a bucket; with a capacity there is none.
+        One pass over gradient and residual, whose time is the stage `prune`. Updates the residual.
+        The gradient's content is undefined afterwards: the collective overwrites it. The host reads
+        the record sizes, which on CUDA is one synchronisation a bucket; with a capacity none.
 
         Args:
             bucket: the bucket to select from.
             spec: the message to make.
-            step: the training step; keys the random draws and stands in the message.
+            step: the training step; a part of the random draws' keys, and of the message's headers.
             timer: receives the time of each stage.
         """
         layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
         if spec.capacity is not None:
-            # A message of every element has room for all, whatever the factor.
+            # If every element is sent, a factor below 1 would leave too little room.
             factor = max(spec.capacity, 1.0) if spec.whole else spec.capacity
             capacity_S = segment_capacity(layout, factor * spec.density)
-        with timer.stage("prune"):
+        with timer.stage("prune"):  # may copy the residual
             residual_N = self.residuals.begin(bucket)
         with timer.stage("threshold"):
             limits_R = range_limits(bucket, layout, residual_N, spec.density, step, self.config)
@@ -169,20 +160,20 @@ class Selector:
     def take_whole(
         self, bucket: Bucket, wire_dtype: str | None, *, step: int, timer: StageTimer
     ) -> torch.Tensor:
-        """Adds the residual to the gradient and clears it, for a dense collective.
+        """Selects every element: adds the residual to the gradient, for a dense collective.
 
-        Mutates gradient and residual. With a narrower `wire_dtype` the rounding error becomes the
-        new residual and the result is a copy in that dtype. Otherwise the result is the gradient,
-        and the residual is dropped, which is 0, or with 16-bit gradients one rounding.
+        Changes gradient and residual. With a `wire_dtype` narrower than the gradient's, returns a
+        copy in that dtype, and the rounding errors become the new residual. Otherwise returns the
+        gradient, and frees the residual, which is then 0 (of 16-bit gradients: a rounding error).
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         is_narrower = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
         if not is_narrower and bucket.name not in self.residuals:
-            return bucket.grad_N
+            return bucket.grad_N  # no residual to add, and no rounding error to keep
         layout = bucket.layout(sharded=False)
         with timer.stage("prune"):
             residual_N = self.residuals.begin(bucket)
-            # The sparse kernel, with thresholds below every magnitude: it selects everything.
+            # The kernel that prunes, with thresholds below every magnitude: it selects everything.
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, dtype=torch.float32, device=bucket.grad_N.device
             )
@@ -208,11 +199,11 @@ class Selector:
 
 
 def draw_key(seed: int, step: int, *names: object) -> int:
-    """A non-negative 63-bit key for the random draw that `names` names in step `step`.
+    """A key for the random draws in step `step` for the thing that `names` name.
 
-    A draw must not depend on the process or on Python's salted `hash`, so that a resumed run
-    repeats it. Sample positions are drawn by parameter, so they do not depend on how parameters are
-    grouped into buckets; rounding and ties are drawn by bucket, rank and element.
+    A hash, not Python's salted `hash`, so that a resumed run draws the same. Non-negative, 63 bits:
+    it goes into int64 tensors. Sample positions have a key for each parameter, so they do not
+    depend on how parameters are grouped into buckets; rounding and ties one for bucket and rank.
 
     Example:
         >>> draw_key(1, 2, "w") == draw_key(1, 2, "w") != draw_key(1, 3, "w")
@@ -230,32 +221,32 @@ def range_limits(
     step: int,
     config: CompressionConfig,
 ) -> Limits:
-    """The limits of every range of the layout.
+    """Finds the limits of every range of the layout, from samples. No host synchronisation.
 
     Args:
         bucket: the gradients.
         layout: how the bucket is cut.
-        residual_N: of the bucket; only read.
+        residual_N: the bucket's residual; only read.
         density: target density of the pruned parameters.
-        step: keys the samples.
+        step: the training step, a part of the key of random draws.
         config: number of samples, seed.
 
     Returns:
-        Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
-        at density 1, are `KEEP_ALL`. No host synchronisation.
+        Limits, each a tensor [R] on the bucket's device. Thresholds of ranges that are not pruned,
+        and of all ranges at density 1, are `KEEP_ALL`.
     """
     device = bucket.grad_N.device
-    # A piece is a parameter, or padding, whose owner is -1. All pieces but those of pruned
-    # parameters are sampled at density 1, which gives them the threshold `KEEP_ALL`.
-    pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
+    # Parameters' indices are -1 for padding, which is not pruned.
+    indices_P = layout.piece_parameter
+    pruned_P = [index >= 0 and bucket.parameters[index].pruned for index in indices_P]
     if density >= 1:
-        no_chances_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
-        keep_all_P = torch.full_like(no_chances_P, KEEP_ALL)
-        limits_P = Limits(keep_all_P, no_chances_P, ties=no_chances_P.long())
+        zeros_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
+        limits_P = Limits(torch.full_like(zeros_P, KEEP_ALL), zeros_P, ties=zeros_P.long())
     else:
-        # Padding (-1) takes the last parameter's name: at density 1 the key does not matter.
-        names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
+        # For padding (-1) it is the last parameter's name: at density 1 the key has no effect.
+        names = [bucket.parameters[index].name for index in indices_P]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
+        # Density 1 gives pieces that are not pruned the threshold `KEEP_ALL`.
         densities_P = [density if pruned else 1.0 for pruned in pruned_P]
         limits_P = ops.sample_threshold(
             bucket.grad_N,
@@ -272,13 +263,13 @@ def range_limits(
 
 @lru_cache(TABLES)
 def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
-    """How many elements each segment may send: all of a kept one, this density of the others.
+    """How many elements each segment may send: all of a kept one, the part `density` of others.
 
     For capacity mode (`cuda_ext/slots.py`). The result is cached for the next step; do not write to
     it.
 
     Returns:
-        int64; the numbers are the same on every machine (one fp64 product, rounded up).
+        int64 [S]; the same on every machine (one fp64 product, rounded up).
     """
     numel_S, keep_S = layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist()
     capacities = []
