@@ -1,8 +1,8 @@
-"""DDP's buckets as the reducer's, and what becomes of residuals where DDP makes new ones.
+"""Makes the reducer's buckets from DDP's, and moves residuals when DDP regroups its parameters.
 
-DDP makes new buckets after its first iteration, and a loaded state comes before there are any. So
-residuals are kept by their parameters' names while no bucket holds them, and go into the bucket in
-which their parameter then lies. DDP cuts no parameter: a residual has one place.
+DDP makes new buckets after its first backward pass, and a saved state is loaded before there are
+any. So while no bucket holds a parameter's residual, it is *unplaced*: kept by the parameter's name
+until a bucket with that parameter is launched. DDP cuts no parameter, so a residual has one bucket.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron_sparse.errors import HostError
 
 
 class DDPBuckets:
-    """The buckets of one DDP model, and the residuals that none of them holds yet.
+    """The buckets of one DDP model, and its unplaced residuals.
 
     Args:
-        module: the model; parameters have its names.
-        parameter_filter: what is sent whole.
+        module: the model, which names its parameters.
+        parameter_filter: decides which parameters are sent whole.
         world_size: ranks of the group.
-        residuals: of the buckets; this object moves them.
+        residuals: the residuals of the buckets; this object moves them.
 
     Attributes:
-        names: of all parameters.
+        names: parameter -> its name.
     """
 
     def __init__(
@@ -39,23 +39,21 @@ class DDPBuckets:
         world_size: int,
         residuals: ResidualStore,
     ) -> None:
-        """Begins without buckets: DDP shows them pass by pass."""
-        self.names: dict[Any, str] = {
-            parameter: name for name, parameter in module.named_parameters()
-        }
+        self.names: dict[Any, str] = {p: name for name, p in module.named_parameters()}
         self._filter = parameter_filter
         self._world_size = world_size
         self._residuals = residuals
-        self._buckets: dict[int, Bucket] = {}  # by launch order in a pass
-        self._placed: set[int] = set()  # keys of `_buckets` that this pass has used
-        self._unplaced: dict[str, torch.Tensor] = {}  # residuals that no bucket holds yet
-        self._before: dict[str, torch.Tensor] = {}  # those from before a step that goes on
+        self._buckets: dict[int, Bucket] = {}  # by launch order in a backward pass
+        self._launched: set[int] = set()  # keys of `_buckets` that this pass has launched
+        self._unplaced: dict[str, torch.Tensor] = {}  # by the parameter's name
+        # Undo copies of unplaced residuals, if several passes add gradients to one step.
+        self._before: dict[str, torch.Tensor] = {}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The parameter's name.
 
         Raises:
-            HostError: it is another model's.
+            HostError: the parameter is another model's.
         """
         if parameter not in self.names:
             raise HostError(
@@ -67,13 +65,11 @@ class DDPBuckets:
         return self.names[parameter]
 
     def place(self, grad_bucket: GradBucket, index: int) -> Bucket:
-        """Makes the reducer's bucket from DDP's, whose parameters are adjacent.
-
-        Where DDP has made new buckets, it puts the residuals of their parameters into this one.
+        """Makes the reducer's bucket over DDP's, with the residuals of its parameters.
 
         Args:
-            grad_bucket: DDP's.
-            index: how many were launched in this pass before it.
+            grad_bucket: DDP's bucket; its parameters are adjacent.
+            index: number of buckets that this pass has launched before.
 
         Raises:
             HostError: a parameter is another model's.
@@ -93,41 +89,42 @@ class DDPBuckets:
             self._world_size,
             Reduction.AVG,
         )
-        previous = self._buckets.get(index)  # of the last pass
+        previous = self._buckets.get(index)  # from the last pass
         if previous is not None and previous.parameters == bucket.parameters:
-            bucket.layouts = previous.layouts
-        else:
-            self._take_residuals_back()
+            bucket.layouts = previous.layouts  # computed once
+        else:  # DDP has made new buckets
+            self._unplace_residuals()
         self._buckets[index] = bucket
-        self._placed.add(index)
+        self._launched.add(index)
         waiting = [piece.name for piece in slices if piece.name in self._unplaced]
         if waiting:
-            # Each begins at element 0, because DDP cuts no parameter.
+            # Each slice begins at element 0, because DDP cuts no parameter.
             residuals = {(name, 0): self._unplaced.pop(name) for name in waiting}
             before = {(n, 0): self._before.pop(n) for n in waiting if n in self._before}
             self._residuals.load([bucket], residuals, before or None)
         return bucket
 
-    def _take_residuals_back(self) -> None:
-        """Called when DDP has made new buckets: keeps residuals under their parameters' names.
+    def _unplace_residuals(self) -> None:
+        """Takes all residuals out of old buckets, after DDP has made new ones.
 
-        Residuals of buckets that this step has already launched are in use and stay in place.
+        Buckets that this pass has launched are new already, and keep their residuals.
         """
-        for index in self._buckets.keys() - self._placed:
+        for index in self._buckets.keys() - self._launched:
             bucket = self._buckets.pop(index)
             if bucket.name in self._residuals:
-                held_N, before_N = self._residuals[bucket.name], self._residuals.settled(bucket)
-                if before_N is None:  # the first selection is pending
-                    before_N = torch.zeros_like(held_N)
+                residual_N = self._residuals[bucket.name]
+                before_N = self._residuals.settled(bucket)  # without a pending selection
+                if before_N is None:  # there was no residual: zeros
+                    before_N = torch.zeros_like(residual_N)
                 for piece in bucket.parameters:
-                    self._unplaced[piece.name] = held_N[piece.start : piece.stop]
-                    if before_N is not held_N:  # a pass of a step that goes on
+                    self._unplaced[piece.name] = residual_N[piece.start : piece.stop]
+                    if before_N is not residual_N:  # a selection is pending
                         self._before[piece.name] = before_N[piece.start : piece.stop]
-                self._residuals.load([bucket], {})  # the old bucket keeps none
+                self._residuals.load([bucket], {})  # the old bucket keeps no residual
 
     def end_pass(self) -> None:
-        """All buckets of a pass have been placed."""
-        self._placed.clear()
+        """Call it when all buckets of a backward pass have been launched."""
+        self._launched.clear()
 
     def rescale(self, factor: float) -> None:
         """Multiplies all residuals by a factor, those too that no bucket holds yet."""

@@ -19,7 +19,7 @@ def device_of(ddp: object) -> torch.device:
     """Checks the model, and returns the one device that all of its parameters are on.
 
     Raises:
-        HostError: the model is not one that DDP wrapped, or it spreads over several devices.
+        HostError: DDP has not wrapped the model, or its parameters are on several devices.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise HostError(
@@ -45,16 +45,16 @@ def check_config(
     """Refuses settings that need Megatron, or with which a skipped step would corrupt residuals.
 
     Args:
-        config: of the plugin.
+        config: the plugin's configuration.
         ddp: the model.
-        scaler: that the state got.
+        scaler: the GradScaler that `DDPState` got, or None.
 
     Raises:
         ConfigError: names the setting, or the parameter.
     """
     method, level = config.parameters.method, config.compression.level
     if config.compression.residual_checkpoint == "sum":
-        # Each rank saves only its own state, so nothing can add residuals up.
+        # Each rank saves its own state by itself, so no collective can add residuals up.
         raise ConfigError(
             "compression.residual_checkpoint=sum does not go with plain DDP",
             expected="full or none",
@@ -97,10 +97,12 @@ def check_config(
 
 
 def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.Optimizer]:
-    """Returns all optimizers in this process, which it finds among Python's live objects.
+    """Finds all optimizers in this process; on the way refuses a GradScaler that is not `known`.
+
+    The residuals could not follow the scale of such a GradScaler.
 
     Raises:
-        ConfigError: a GradScaler other than the known one is in use.
+        ConfigError: another GradScaler is in use.
     """
     found: list[torch.optim.Optimizer] = []
     for thing in gc.get_objects():
@@ -109,7 +111,7 @@ def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.O
             found.append(thing)
             continue
         is_other_scaler = issubclass(kind, torch.amp.GradScaler) and thing is not known
-        # None until it scales a loss; a scaler that is switched off does not have it.
+        # `_scale` is None until it scales a loss; a disabled scaler does not have the attribute.
         if is_other_scaler and getattr(thing, "_scale", None) is not None:
             raise ConfigError(
                 "a GradScaler scales the loss, and DDPState does not know it",
@@ -126,12 +128,12 @@ def check_saved(
     """Refuses a saved state of another rank or another model.
 
     Args:
-        state: of `DDPState.state_dict`.
-        own: what it must have in common with this process.
-        names: of the model's parameters.
+        state: result of `DDPState.state_dict`.
+        own: entries that it must have: this process's version of the format, rank and world size.
+        names: parameter -> its name in the model.
 
     Raises:
-        CheckpointError: names the field, or the parameter.
+        CheckpointError: names the entry, or the parameter.
     """
     for key, expected in own.items():
         if state.get(key) != expected:

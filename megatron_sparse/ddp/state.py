@@ -5,16 +5,15 @@ Two lines, as the hooks of `torch.distributed.algorithms.ddp_comm_hooks` are use
     state = megatron_sparse.DDPState(ddp_model, density=0.01)
     ddp_model.register_comm_hook(state, megatron_sparse.ddp_hook)
 
-The state sees which passes are used, by the steps of torch's optimizers. Where a loop skips a step
-(NaN, a norm that is too large, an overflow under GradScaler) or throws gradients away, the residual
-is put back as it was before that pass; else its selections were lost, and what it left sent later.
+A *pass* is a backward pass. Each selects from gradient + *residual* (the values not sent yet) the
+elements to send. A pass is *used* when a step of one of torch's optimizers follows. If a loop skips
+the step (NaN, a norm that is too large, an overflow under GradScaler) or throws gradients away, the
+residual is restored to its value before the pass: it still has all old values, and no new ones.
 
-DDP hands over each bucket when its gradients are final; the reducer averages it over the ranks on
-its progress thread, which completes the bucket's future. The gradient of an
+DDP calls the hook for each bucket when its gradients are final; the reducer averages the bucket
+over the ranks on its progress thread, which completes the bucket's future. The gradient of an
 `nn.Embedding(sparse=True)`, for which DDP makes a bucket of its own, goes through the row-sparse
 all-reduce instead, whole.
-
-State and hook share one lifecycle: DDP's order of calls in a backward pass.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
@@ -48,14 +47,13 @@ logger = logging.getLogger("megatron_sparse")
 VERSION = 1
 """Of the state dictionary."""
 WARN_AFTER = 8
-"""Passes in a row that no step used, after which a warning says so."""
+"""After so many unused passes in a row there is a warning."""
 
 
 class DDPState(HostState):
     """The plugin's state for one DDP model in one process: `register_comm_hook`'s first argument.
 
-    Collective: every rank makes one, with the same configuration. Residuals are kept by parameter
-        name, because DDP makes new buckets after the first iteration.
+    Collective: every rank makes one, with the same configuration.
 
     Args:
         ddp: the model. Passes before `register_comm_hook` are synchronised by DDP itself.
@@ -102,29 +100,28 @@ class DDPState(HostState):
             liveness=scheme.watch_peers,
             nccl_engine=scheme.nccl_engine,
         )
-        # Not the transport's group, to which the progress thread posts.
+        # Ranks agree on settings over DDP's own group: the progress thread uses the transport's.
         try:
             super().__init__(checked, device, group)
         except BaseException:
             self._transport.close()
             raise
         self._scaler = scaler
-        self._scale = 1.0  # of the last pass's gradients, and so of residuals
+        self._scale = 1.0  # the loss scale of the last pass's gradients, and so of residuals
         self._has_looked_at_loop = False  # whether `optimizers_of_loop` was called
         self._knows_steps = False  # whether an optimizer of torch's updates the model
-        self._is_unused = False  # whether no step has used the last synchronised pass
-        self._unused_in_a_row = 0
+        self._is_unused = False  # whether no step has used the last pass
+        self._unused_in_a_row = 0  # passes
         self._is_closed = False
         self._unwatch: list[weakref.finalize] = []
-        self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
-        self._buckets = DDPBuckets(
-            ddp.module,
-            ParameterFilter(checked.compression),
-            self._transport.world_size,
-            self.residuals,
-        )
+        # Whether DDP calls the hook for all buckets at the end of the pass: the first of a static
+        # graph.
+        self._all_at_end = ddp.static_graph
+        parameter_filter = ParameterFilter(checked.compression)
+        world_size = self._transport.world_size
+        self._buckets = DDPBuckets(ddp.module, parameter_filter, world_size, self.residuals)
         self._trained = [each for each in self._buckets.names if each.requires_grad]
-        self._launched = 0  # buckets of this pass so far
+        self._launched = 0  # buckets that this pass has launched
         self._in_flight: list[Pending] = []
         self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
@@ -136,7 +133,7 @@ class DDPState(HostState):
                 self.config, groups, self.planner, self.residuals, sink, self.progress
             )
         except BaseException:
-            self.close()  # the caller gets nothing that it could close
+            self.close()  # the caller gets no state that it could close
             raise
         self._row_reducer = RowSparseReducer(
             self._transport, sink, self.progress, checksum=scheme.checksum
@@ -149,10 +146,10 @@ class DDPState(HostState):
             )
 
     def discard_step(self) -> None:
-        """The last synchronised pass was not used: puts the residual back as it was before it.
+        """Restores the residual to its value before the last pass, whose gradients are not used.
 
         For loops without an optimizer of torch's; call it before the next pass, on every rank.
-        Does nothing where the last pass was used.
+        Does nothing if an optimizer has used the last pass.
 
         Raises:
             ConfigError: there is no undo copy.
@@ -169,12 +166,12 @@ class DDPState(HostState):
             self._is_unused = False
 
     def _watch(self) -> None:
-        """Has torch call `_pass_begins` at each backward pass, `_step_taken` after each step."""
-        # torch's hooks do not keep the state alive: its groups must not outlive torch's.
+        """Registers hooks: `_pass_begins` at each backward pass, `_step_taken` after each step."""
+        # A hook that kept the state alive would keep its process groups beyond torch's own.
         state_or_none = weakref.ref(self)
 
         def begins(_: torch.Tensor) -> None:
-            # No gradient of this pass has been added yet.
+            # At the first gradient of the pass, before torch adds it to `parameter.grad`.
             if (state := state_or_none()) is not None:
                 state._pass_begins()
 
@@ -182,12 +179,11 @@ class DDPState(HostState):
             if (state := state_or_none()) is not None and state._is_updated_by(optimizer):
                 state._step_taken(optimizer)
 
-        # "any": at the first gradient of a pass.
         hooks = (
             torch.autograd.graph.register_multi_grad_hook(self._trained, begins, mode="any"),
             register_optimizer_step_post_hook(taken),
         )
-        # The parameters and torch outlive the state.
+        # Torch and the parameters outlive the state: remove the hooks when the state is freed.
         self._unwatch = [weakref.finalize(self, hook.remove) for hook in hooks]
 
     def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -198,25 +194,25 @@ class DDPState(HostState):
         return False
 
     def _pass_begins(self) -> None:
-        """Decides what becomes of the last pass, if no step has used it; follows the scaler."""
+        """Settles the selections of the last pass if it is unused; then follows the scaler."""
         if self._is_unused:
-            if not self._knows_steps:  # nothing reports steps: every pass counts as used
+            if not self._knows_steps:  # without an optimizer every pass counts as used
                 self.residuals.commit()
                 self._is_unused = False
             elif any(map(_holds_values, self._trained)):
-                self.residuals.go_on()  # gradients are accumulated over several passes
-            else:
+                self.residuals.go_on()  # the loop accumulates gradients over several passes
+            else:  # the loop has cleared the gradients
                 self._discard_unused()
         self._follow_scale()
 
     def _follow_scale(self) -> None:
-        """Converts residuals to the scaler's present scale."""
+        """Converts residuals to the scaler's present loss scale."""
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else 1.0
         if before != self._scale:
             self._buckets.rescale(self._scale / before)
 
     def _discard_unused(self) -> None:
-        """Puts the residual back: no step used the last pass. Warns once if that goes on."""
+        """Restores the residual from before the last, unused pass; warns once after several."""
         self.discard_step()
         self._unused_in_a_row += 1
         if self._unused_in_a_row == WARN_AFTER:
@@ -227,9 +223,9 @@ class DDPState(HostState):
             )
 
     def _step_taken(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step has used the last pass, unless GradScaler lets the optimizer skip it."""
+        """Makes the last pass's selections final, unless the optimizer has skipped an overflow."""
         self._knows_steps = True
-        # GradScaler lets optimizers that understand it look for an overflow themselves.
+        # GradScaler calls fused optimizers even then: they see `found_inf`, and skip by themselves.
         found_inf = getattr(optimizer, "found_inf", None)
         if self._is_unused and not (found_inf is not None and float(found_inf)):
             self.residuals.commit()
@@ -255,9 +251,9 @@ class DDPState(HostState):
             )
         if not self._in_flight:
             self._await_at_end_of_backward()
-        if self.step and not self._launched:
+        if self.step and not self._launched:  # the first bucket of a pass
             self._between_steps()
-        # On CUDA the future remembers the stream of the thread that completes it.
+        # With its device, a future remembers the CUDA stream of the thread that completes it.
         devices: list[int | str | torch.device] = []
         if self._device.type == "cuda":
             devices.append(self._device)
@@ -268,35 +264,39 @@ class DDPState(HostState):
             pending = self._start_dense(grad_bucket, future)
         self._in_flight.append(pending)
         self._launched += 1
-        # Not in `_finish_backward`, which may run several times in a pass: a part of the model that
-        # torch checkpoints with `use_reentrant=True` has a backward pass of its own.
+        # `_finish_backward` cannot end the pass: it may run several times in one, because
+        # activation checkpointing with `use_reentrant=True` runs a backward pass inside it.
         if grad_bucket.is_last():
             self._end_pass()
         if self._all_at_end:
-            # In the first step of a static graph DDP calls the hook for all buckets at the end, and
-            # waits for them holding the interpreter's lock, which the progress thread needs.
+            # DDP will wait for the future with the interpreter's lock held, which the progress
+            # thread needs to complete it. So wait for it here.
             if pending.drive_rest is not None and not pending.done():
-                pending.drive_rest()  # there is no thread that completes the future
+                pending.drive_rest()  # a job without a thread of its own
             future.wait()
         return future
 
     def _start_dense(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
-        """Starts a bucket of ordinary gradients; its future completes when the average is in it."""
+        """Starts the reduction of a dense bucket, which completes `future` with the average."""
         bucket = self._buckets.place(grad_bucket, self._launched)
-        # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
-        # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
+        # The result is DDP's own buffer, so DDP copies nothing. Complete the future after a failure
+        # too, or DDP would wait for ever; `_finish_backward` raises the error.
         return self._reducer.start(bucket, self.step, lambda _: future.set_result(bucket.grad_N))
 
     def _start_sparse(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
-        """Starts the one row-sparse gradient of a bucket; its future completes with the average."""
+        """Starts the reduction of a row-sparse gradient, which completes `future` with the average.
+
+        DDP puts such a gradient into a bucket of its own.
+        """
         gradient = grad_bucket.buffer()
         (parameter,) = grad_bucket.parameters()
 
         def complete(pending: Pending[torch.Tensor]) -> None:
+            # After a failure there is no result, but DDP must not wait for ever.
             future.set_result(gradient if pending.result is None else pending.result)
 
         return self._row_reducer.start(
@@ -304,9 +304,9 @@ class DDPState(HostState):
         )
 
     def _await_at_end_of_backward(self) -> None:
-        """Has autograd call `_finish_backward` at the end of this pass, where errors are raised.
+        """Registers `_finish_backward`, which raises errors, with autograd for the pass's end.
 
-        DDP, which gets the buckets' futures, would turn a failed one into an untyped error.
+        A future that carried an error would make DDP raise it without its type.
 
         Raises:
             HostError: no backward pass is going on.
@@ -323,13 +323,13 @@ class DDPState(HostState):
             ) from error
 
     def _finish_backward(self) -> None:
-        """Waits for the buckets of a pass, or of a checkpointed part, whose gradients are all made.
+        """Waits for the launched buckets, and raises their errors; DDP waits for the futures later.
 
-        DDP waits for their futures later.
+        Called at the end of a pass, or of the inner pass of a part with activation checkpointing.
         """
         in_flight, self._in_flight = self._in_flight, []
         if self._all_at_end and self._launched:
-            self._end_pass()  # DDP gives those buckets one index: it marks none as the last
+            self._end_pass()  # in this case DDP marks no bucket as the last
         self._all_at_end = False
         for pending in in_flight:
             pending.wait()
@@ -340,7 +340,7 @@ class DDPState(HostState):
                 self._knows_steps |= self._is_updated_by(optimizer)
 
     def _end_pass(self) -> None:
-        """All buckets of a backward pass have begun."""
+        """Called when all buckets of a pass have been launched."""
         self._launched = 0
         self._buckets.end_pass()
         self.step += 1
@@ -348,26 +348,26 @@ class DDPState(HostState):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
 
-        Tensors are copies on the host; on CUDA that waits for them. With
-        `residual_checkpoint=none` it holds no residuals. What a pass has changed that no step of an
-        optimizer has used is left out, because its gradient is not saved.
+        Tensors are copies in host memory. With `residual_checkpoint=none` there are no residuals.
+        Residuals are saved without the changes of an unused pass, because its gradients are not
+        saved either.
         """
         self._check_attached()
-        held: dict[str, torch.Tensor] = {}
+        residuals: dict[str, torch.Tensor] = {}  # by the parameter's name
         if self.config.compression.residual_checkpoint != "none":
             settled = self._is_unused and self._knows_steps
-            held = self._buckets.residuals_by_parameter(settled=settled)
+            residuals = self._buckets.residuals_by_parameter(settled=settled)
         return self._own() | {
             "step": self.step,
             "enabled": self.enabled,
             "planner": self.planner.state_dict(),
             "trials": {} if self.trials is None else self.trials.state_dict(),
             "scale": self._scale,
-            "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
+            "residuals": {name: view.detach().cpu().clone() for name, view in residuals.items()},
         }
 
     def _own(self) -> dict[str, int]:
-        """What a saved state must have in common with the one that it is loaded into."""
+        """Entries in which a saved state must equal the one that it is loaded into."""
         ranks = self._transport
         return {"version": VERSION, "rank": ranks.rank, "world_size": ranks.world_size}
 
@@ -381,14 +381,14 @@ class DDPState(HostState):
         """
         self._check_attached()
         refusals.check_saved(state, self._own(), self._buckets.names)
-        kept = self.config.compression.residual_checkpoint != "none"
-        self._buckets.load(state["residuals"] if kept else {})
+        takes_residuals = self.config.compression.residual_checkpoint != "none"
+        self._buckets.load(state["residuals"] if takes_residuals else {})
         self.step, self.planner.enabled = state["step"], state["enabled"]
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
         self.planner.load_state_dict(state.get("planner", {}))
         self._scale = state["scale"] or 1.0  # None: saved before the first pass
-        if self._scaler is None:  # else the first pass does it: the scaler may be loaded later
+        if self._scaler is None:  # a scaler may be loaded later: the next pass reads its scale
             self._follow_scale()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -406,9 +406,9 @@ class DDPState(HostState):
             )
 
     def close(self) -> None:
-        """Ends the thread and releases the process group; DDP cannot be used afterwards.
+        """Ends the progress thread and releases the process group; DDP cannot be used afterwards.
 
-        Later calls do nothing: the group may be another state's by then.
+        A second call does nothing: another state may use the group by then.
         """
         if self._is_closed:
             return
@@ -422,12 +422,12 @@ class DDPState(HostState):
 def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: averages a bucket over the ranks, pruned, with error feedback.
 
-    Returns at once. The future's value is DDP's own buffer; errors are raised, typed, by the
-    `backward()` that they happened in.
+    Returns a future at once; its value is DDP's own buffer. Errors are raised by the `backward()`
+    in which they happen, with their own class.
 
     Args:
-        state: made for this model.
-        bucket: whose gradients are final, not yet divided.
+        state: the state that was made for this model.
+        bucket: gradients that are final, but not yet divided by the number of ranks.
 
     Raises:
         HostError: `state` is not a `DDPState`.
@@ -443,7 +443,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def _holds_values(parameter: torch.Tensor) -> bool:
-    """Whether a gradient was kept, and not cleared, before a pass adds to it."""
+    """Whether the parameter has a gradient that is not zero, from an earlier pass."""
     gradient = parameter.grad
     if gradient is None:
         return False
