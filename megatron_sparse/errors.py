@@ -34,12 +34,9 @@ class MegatronSparseError(Exception):
         self.got = got
         self.remedy = remedy
         lines = [what]
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if got is not None:
-            lines.append(f"  got:      {got}")
-        if remedy is not None:
-            lines.append(f"  remedy:   {remedy}")
+        for label, text in (("expected", expected), ("got", got), ("remedy", remedy)):
+            if text is not None:
+                lines.append(f"  {label + ':':<9} {text}")
         super().__init__("\n".join(lines))
 
 
@@ -104,14 +101,16 @@ class CheckpointError(MegatronSparseError):
 
 
 def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
-    """Raises all errors in one; a single one as it is, and nothing if there is none.
+    """Raises one error for several, so that the user can mend all of them at once.
+
+    A single error is raised unchanged; without errors nothing happens.
 
     Args:
-        title: begins the error if there are several.
-        errors: found in one place, so that the user can mend all of them at once.
+        title: begins the text of an error for several.
+        errors: the errors.
 
     Raises:
-        MegatronSparseError: of the first one's kind.
+        MegatronSparseError: an error of the first one's class.
     """
     if len(errors) == 1:
         raise errors[0]
@@ -124,10 +123,10 @@ def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
 
 @contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Raises a `ConfigError` where the block cannot write its file.
+    """Turns an `OSError` in the `with` body, which writes a file, into a `ConfigError`.
 
     Args:
-        what: names what is written, for the error.
+        what: begins the error's text: the file's path, or what it holds.
     """
     try:
         yield

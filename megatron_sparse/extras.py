@@ -1,4 +1,4 @@
-"""Optional packages: a command asks for those that it needs before it works."""
+"""Optional packages: a command checks at its start that those it needs are installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_sparse.errors import DependencyError
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found.
+    """Whether a module is installed. Imports the packages above it, but not the module.
 
-    Imports the packages above the module. `megatron` itself holds no code, so the check may come
+    For `megatron.core` that is the package `megatron`, which holds no code, so the check may come
     before CPU mode.
     """
     try:
@@ -21,7 +21,7 @@ def is_installed(module: str) -> bool:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -29,13 +29,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def require(module: str, does: str, extra: str, otherwise: str = "") -> None:
-    """Refuses to go on without a module.
+    """Raises an error if a module is not installed.
 
     Args:
-        module: as it is imported.
+        module: the name to import it by.
         does: what the module does for the user, to complete "X is missing, which ...".
         extra: the extra of this package that installs it.
-        otherwise: another way to go on without it.
+        otherwise: what the user can do in place of installing it, for the remedy.
 
     Raises:
         DependencyError: names the extra.
@@ -54,18 +54,10 @@ def require(module: str, does: str, extra: str, otherwise: str = "") -> None:
 
 
 def require_figures() -> None:
-    """Refuses to go on without matplotlib.
-
-    Raises:
-        DependencyError: names the extra.
-    """
+    """Raises a `DependencyError` if matplotlib is not installed."""
     require("matplotlib", "draws figures", "figures")
 
 
 def require_fits() -> None:
-    """Refuses to go on without scipy.
-
-    Raises:
-        DependencyError: names the extra.
-    """
+    """Raises a `DependencyError` if scipy is not installed."""
     require("scipy", "fits synthetic gradients", "figures")

@@ -4,8 +4,8 @@
 bucket has half a dozen stages. So a range is opened only while a profiler is on: ours
 (`tracking.profile_iters`), Megatron's or the user's. The check takes 0.05 microseconds.
 
-For Nsight Systems torch turns ranges into NVTX's (`emit_nvtx`, which `megatron.profile=true`
-opens), but those of one thread only. Other threads open theirs here.
+For Nsight Systems torch turns ranges into NVTX ranges (`emit_nvtx`, which `megatron.profile=true`
+opens), but only on the thread that has the profiler on. This module opens them on other threads.
 
 Ranges are named `megatron_sparse/<stage>`.
 """
@@ -37,11 +37,11 @@ def marked(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    """Opens torch's range; also an NVTX one on a thread for which torch does not open those."""
-    of_this_thread = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    elsewhere = torch.cuda.is_available() and not of_this_thread
+    """Opens a range of torch's profiler, and on a thread without it an NVTX range too."""
+    is_on_here = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    needs_nvtx = torch.cuda.is_available() and not is_on_here
     with (
-        torch.cuda.nvtx.range(name) if elsewhere else _NOTHING,
+        torch.cuda.nvtx.range(name) if needs_nvtx else _NOTHING,
         torch_profiler.record_function(name),
     ):
         yield

@@ -193,7 +193,10 @@ class StageTimer:
 
     @contextmanager
     def _timed(self, name: str, *, is_span: bool) -> Iterator[None]:
-        """Times the `with` body: by events on CUDA, else by the host's clock."""
+        """Times the `with` body: by events on CUDA, else by the host's clock.
+
+        On a CPU `is_span` says whether `spans` gets the begin and end too.
+        """
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
@@ -216,18 +219,18 @@ class StageTimer:
         return self._host_us.get(INSIDE_TIER, 0.0)
 
     def borders(self, stages: Sequence[str]) -> list[int]:
-        """Events with which launchers in C++ time consecutive stages.
+        """Makes CUDA events that time consecutive stages, for code in C++ to record.
 
         Returns:
-            A `cudaEvent_t` for the begin of each stage and the end of the last, to be recorded
-            again on the current stream; zeros where events time nothing.
+            For each stage the `cudaEvent_t` that marks its begin, and one for the end of the last;
+            C++ records them on the current stream. All are 0 on a CPU, which needs no events.
         """
         if not self._cuda:
             return [0] * (len(stages) + 1)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(stages) + 1)]
         for event in events:
-            event.record()  # torch creates the event at its first record
-        # A stage ends where the next one begins, so there is an event more than stages.
+            event.record()  # torch creates the `cudaEvent_t` at the first record
+        # A stage ends with the event that begins the next one.
         self._events += zip(stages, events, events[1:], strict=False)
         return [event.cuda_event for event in events]
 
@@ -246,7 +249,7 @@ class StageTimer:
         return {name: self._host_us.get(name, 0.0) for name in BUCKET_STAGES}
 
     def _settle(self) -> None:
-        """Takes over the times of the CUDA events."""
+        """Waits for the CUDA events so far, and adds their times to the stages."""
         for name, begin, end in self._events:
             end.synchronize()
             self.add(name, begin.elapsed_time(end) * 1e3)

@@ -1,8 +1,12 @@
-"""The wire's constants and the sizes that follow from them; docs/wire-format.md specifies both.
+"""Constants and sizes of the wire format, as docs/wire-format.md specifies them.
 
-Format codes, flags, alignments and section sizes, for everything that writes or reads records: the
-kernels' wrappers (`cuda_ext`) and the messages (`formats`). C++ has its own copy
-(`cuda_ext/csrc/header.h`, `record.h`).
+For everything that writes or reads records: the kernels' wrappers (`cuda_ext`) and the messages
+(`formats`). C++ has its own copy (`cuda_ext/csrc/header.h`, `record.h`).
+
+A *record* encodes a segment of a bucket: a header, then *sections* such as indices and values, each
+padded to 16 bytes. *Entries* are the elements that it holds. A *word* is 4 bytes. A Rice record
+cuts its segment into *chunks* of 2^span elements. A *plane* is a word with one bit of each of 32
+numbers, and a *group* is 128 quantised values that share a *scale* of one word.
 """
 
 from __future__ import annotations
@@ -27,15 +31,8 @@ FORMAT_RICE = 8
 FORMAT_ADAPTIVE = -1
 """Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
 FORMAT_NAMES = (
-    "dense",
-    "coo",
-    "pici",
-    "blocks",
-    "hash_bitmap",
-    "row_sparse",
-    "moves",
-    "quantised",
-    "rice",
+    *("dense", "coo", "pici", "blocks", "hash_bitmap"),
+    *("row_sparse", "moves", "quantised", "rice"),
 )
 FLAG_PICI_LINEAR = 1
 MOVES_CODERS = ("raw", "rans")
@@ -50,13 +47,13 @@ VALUE_BYTES = (4, 2, 2)
 RICE_BITS = {3: 8, 4: 4, 5: 3, 6: 2}
 """Bits of a quantised value's code, by dtype code; only records of format Rice have such values."""
 RICE_SPANS = range(12, 25)
-"""What the binary logarithm of a chunk's elements may be in a record of format Rice."""
+"""Allowed values of the span, the binary logarithm of a chunk's elements."""
 RICE_CHUNK_ENTRIES = 1024
-"""The expected entries of a chunk, at least: then its row and roundings take 2 % of its bits."""
+"""Entries that a chunk should have at least: its table row and paddings then take 2 % of it."""
 SUBHEADER_BYTES = 16
 """Of the sub-header of a blocks or a Rice record."""
 _RICE_GROUP, _RICE_PLANE = 128, 32
-"""Quantised values that share a scale of one word; values of which one word holds one bit each."""
+"""Quantised values in a group; numbers in a plane."""
 
 
 def payload_bytes[T: (int, torch.Tensor)](
@@ -64,6 +61,7 @@ def payload_bytes[T: (int, torch.Tensor)](
 ) -> T:
     """Bytes of the sections of a dense, COO or Pici record, padding included.
 
+    `numel` counts the segment's elements, `nnz` the entries, `value_dtype` is the dtype's code.
     Tensors of `numel` and `nnz` give the bytes of many records.
 
     Example:
@@ -75,8 +73,9 @@ def payload_bytes[T: (int, torch.Tensor)](
         return pad16(numel * value_bytes)
     if record_format == FORMAT_PICI:
         tiles = -(-numel // PICI_TILE)
-        return tiles * PICI_TILE // 8 + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
-    assert record_format == FORMAT_COO, f"the size of format {record_format} depends on more"
+        bitmap, prefix_sums = tiles * PICI_TILE // 8, pad16(4 * (tiles + 1))
+        return bitmap + prefix_sums + pad16(nnz * value_bytes)
+    assert record_format == FORMAT_COO, f"format {record_format} has a size function of its own"
     return pad16(nnz * 4) + pad16(nnz * value_bytes)
 
 
@@ -92,7 +91,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The binary logarithm of the elements of a chunk of a Rice record of this density.
+    """The span of a Rice record of this density: the smallest with `RICE_CHUNK_ENTRIES` a chunk.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries
@@ -103,79 +102,85 @@ def rice_span(density: float) -> int:
 
 
 def rice_parameter(numel: int, nnz: int) -> int:
-    """Rice's parameter r of a chunk with `nnz` > 0 entries, the shortest in the worst case.
+    """Rice's parameter r of a chunk: the number of low bits of a gap that are stored in planes.
+
+    The one whose indices are shortest in the worst case. `numel` counts the chunk's elements,
+    `nnz` > 0 its entries.
 
     Example:
         >>> rice_parameter(100, 1)
         6
     """
-    # The binary logarithm, rounded down, of about the mean gap of entries; 0 at least.
+    # The binary logarithm, rounded down, of about the mean gap between entries; at least 0.
     return max((max(numel - nnz - 1, 0) // nnz).bit_length() - 1, 0)
 
 
 def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -> int:
-    """The most bytes of the sections of a Rice record with indices, wherever its entries lie.
+    """The most bytes that the sections of a Rice record with indices can take.
 
     Args:
         numel: elements of the segment.
-        nnz: its entries, at most.
+        nnz: entries of the segment, at most; their positions may be the worst.
         value_dtype: the dtype's code.
-        log2_span: the binary logarithm of a chunk's elements.
+        log2_span: the span.
 
     Example:
-        >>> rice_payload_bytes(4096, 41, 0, 12)  # 16, 16 of table, 64 words
+        >>> rice_payload_bytes(4096, 41, 0, 12)  # 16 of sub-header, 16 of table, 64 words
         288
     """
     entries = min(nnz, numel)
     chunks = -(-numel // 2**log2_span)
     words = 0
     if entries:
-        filled, r = min(chunks, entries), rice_parameter(numel, entries)
-        # r + 1 bits an entry, and the unary parts. With one r for all chunks; the worst case with a
-        # chunk's own r is no longer.
+        filled = min(chunks, entries)  # chunks that have entries, at most
+        # An entry's index is its gap to the entry before: the gap's r low bits are in planes, the
+        # rest is in unary. The worst case with a chunk's own r is no longer than with one for all.
+        r = rice_parameter(numel, entries)
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
-        # Each filled chunk rounds up at most log2_span - 1 planes of remainders and its unary
-        # part, each by less than a word.
+        # A filled chunk rounds up to words: its r < log2_span rows of planes, and its unary part.
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
     return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)
 
 
 def _most_value_words(nnz: int, chunks: int, value_dtype: int) -> int:
-    """The most words (4 bytes each) that values take which lie in this many chunks.
+    """The most words that `nnz` values can take if they are spread over `chunks` chunks.
 
-    In each chunk the last group, plane or word may be filled in part.
+    In each chunk the last group, plane or word may be only partly filled.
     """
     if value_dtype in RICE_BITS:
         scales = nnz // _RICE_GROUP + chunks
-        planes = nnz // _RICE_PLANE + chunks  # one word for each bit of a value
-        return scales + RICE_BITS[value_dtype] * planes
+        planes_of_a_bit = nnz // _RICE_PLANE + chunks
+        return scales + RICE_BITS[value_dtype] * planes_of_a_bit
     return nnz if VALUE_BYTES[value_dtype] == 4 else nnz // 2 + chunks
 
 
 def rice_whole_payload_bytes(numel: int, value_dtype: int, log2_span: int) -> int:
-    """Bytes of the sections of a Rice record without indices; `value_dtype` is a quantised one.
+    """Bytes of the sections of a Rice record without indices: all `numel` elements are entries.
+
+    `value_dtype` is the code of a quantised dtype, `log2_span` the span.
 
     Example:
-        >>> rice_whole_payload_bytes(4096, 4, 12)  # 16, and 32 groups of 17 words
+        >>> rice_whole_payload_bytes(4096, 4, 12)  # 16 of sub-header, 32 groups of 17 words
         2192
     """
-    full, rest = divmod(numel, 2**log2_span)
+    full, rest = divmod(numel, 2**log2_span)  # full chunks, and elements of the last, partial one
     words = full * rice_value_words(2**log2_span, value_dtype) + rice_value_words(rest, value_dtype)
     return SUBHEADER_BYTES + pad16(4 * words)
 
 
 def rice_value_words(entries: int, value_dtype: int) -> int:
-    """Words of a chunk's values; quantised: one for each group, and the planes of their bits.
+    """Words of the values in a chunk with `entries` entries; quantised: scales and planes.
 
     Example:
-        >>> rice_value_words(130, 4)  # two scales, 4 words for each of 5 times 32
+        >>> rice_value_words(130, 4)  # 2 scales, and 5 planes for each of 4 bits
         22
     """
     if value_dtype not in RICE_BITS:
         return -(-entries * VALUE_BYTES[value_dtype] // 4)
-    planes = -(-entries // _RICE_PLANE)
-    return -(-entries // _RICE_GROUP) + RICE_BITS[value_dtype] * planes
+    scales = -(-entries // _RICE_GROUP)
+    planes_of_a_bit = -(-entries // _RICE_PLANE)
+    return scales + RICE_BITS[value_dtype] * planes_of_a_bit
 
 
 def pad16[T: (int, torch.Tensor)](nbytes: T) -> T:
