@@ -11,8 +11,8 @@ from megatron_sparse.errors import DependencyError
 def is_installed(module: str) -> bool:
     """Whether a module is installed. Imports the packages above it, but not the module.
 
-    For `megatron.core` that is the package `megatron`, which holds no code, so the check may come
-    before CPU mode.
+    For `megatron.core` that is `megatron`, which holds no code: so the check may come before
+    `cpu_mode.enable`, which must run before any code of megatron.
     """
     try:
         return find_spec(module) is not None

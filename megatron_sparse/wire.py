@@ -80,7 +80,7 @@ def payload_bytes[T: (int, torch.Tensor)](
 
 
 def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> int:
-    """Bytes of the sections of a blocks record, padding included.
+    """Bytes of the sections of a blocks record: `n_blocks` blocks of `block_size` values each.
 
     Example:
         >>> blocks_payload_bytes(3, 64, 0)  # 16 of sub-header, 12 of indices, 768 of values
@@ -91,7 +91,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The span of a Rice record of this density: the smallest with `RICE_CHUNK_ENTRIES` a chunk.
+    """The least span whose chunks have `RICE_CHUNK_ENTRIES` entries on average at this density.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries

@@ -79,17 +79,17 @@ class ResidualStore:
         """
         name = bucket.name
         self._buckets[name] = bucket
-        self._is_apart = False
+        self._is_apart = False  # if set, then by a pass that is now repeated
         self._emptied.discard(name)
         if name in self._pending:
             if self._goes_on:
                 return self._residuals[name]
             self._undo_repeated(name)
-        existed = name in self._residuals
-        residual_N = self._residuals[name] if existed else self._add_zeros(bucket)
+        had_residual = name in self._residuals
+        residual_N = self._residuals[name] if had_residual else self._add_zeros(bucket)
         if self.is_reported:
-            self._pending[name] = existed
-            if self.undo and existed:
+            self._pending[name] = had_residual
+            if self.undo and had_residual:
                 self._keep_undo_copy(name, residual_N)
         return residual_N
 
@@ -130,7 +130,7 @@ class ResidualStore:
             del self._residuals[bucket.name]
 
     def go_on(self) -> None:
-        """Another pass adds to the step: the next selections come on top of the pending ones."""
+        """Call it before a pass that accumulates gradients: it adds to the pending selections."""
         self._goes_on = True
 
     def take_apart(self, leak: float) -> dict[str, torch.Tensor]:
@@ -150,11 +150,11 @@ class ResidualStore:
         """
         self._is_apart = True
         corrections = {}
-        for name, existed in self._pending.items():
+        for name, had_residual in self._pending.items():
             # Unsent values entered the residual times the leak, which is undone here. At leak 0
             # they are lost: only rounding errors, which do not leak, are left.
             corrections[name] = self._residuals[name].float() / (leak or 1.0)
-            if existed:  # else the old residual was zero
+            if had_residual:  # else the old residual was zero
                 corrections[name].sub_(self._undo_copies[name])
         return corrections
 
@@ -195,9 +195,9 @@ class ResidualStore:
 
     def _keep_share(self, share: float) -> None:
         """Replaces each pending residual by old + share * (new - old)."""
-        for name, existed in self._pending.items():
+        for name, had_residual in self._pending.items():
             new_N = self._residuals[name]
-            if existed:
+            if had_residual:
                 torch.lerp(self._undo_copies[name], new_N, share, out=new_N)
             else:  # the old residual was zero
                 new_N.mul_(share)
@@ -237,8 +237,8 @@ class ResidualStore:
 
     def _restore(self, name: str) -> None:
         """Undoes a pending selection: the residual is its undo copy again, or zeros."""
-        existed = self._pending.pop(name)
-        if existed:
+        had_residual = self._pending.pop(name)
+        if had_residual:
             self._residuals[name].copy_(self._undo_copies[name])
         else:
             self._residuals[name].zero_()

@@ -137,7 +137,7 @@ class Selector:
             # If every element is sent, a factor below 1 would leave too little room.
             factor = max(spec.capacity, 1.0) if spec.whole else spec.capacity
             capacity_S = segment_capacity(layout, factor * spec.density)
-        with timer.stage("prune"):  # may copy the residual
+        with timer.stage("prune"):  # `begin` may copy the residual
             residual_N = self.residuals.begin(bucket)
         with timer.stage("threshold"):
             limits_R = range_limits(bucket, layout, residual_N, spec.density, step, self.config)
@@ -154,7 +154,7 @@ class Selector:
             message = prune_encode(
                 bucket, layout, pruning, spec.record_spec(bucket.grad_N.dtype, step), self.buffers
             )
-        message.residual_N = residual_N
+        message.residual_N = residual_N  # for schemes that round sums: it takes the rounding errors
         return message
 
     def take_whole(
@@ -199,11 +199,11 @@ class Selector:
 
 
 def draw_key(seed: int, step: int, *names: object) -> int:
-    """A key for the random draws in step `step` for the thing that `names` name.
+    """Hashes its arguments to the key of random draws: 63 bits, which fit into int64.
 
-    A hash, not Python's salted `hash`, so that a resumed run draws the same. Non-negative, 63 bits:
-    it goes into int64 tensors. Sample positions have a key for each parameter, so they do not
-    depend on how parameters are grouped into buckets; rounding and ties one for bucket and rank.
+    Unlike Python's salted `hash` it is the same in each process, so a resumed run draws the same.
+    Sample positions have one key for each parameter, so they do not depend on how parameters are
+    grouped into buckets; rounding and ties have one for each bucket and rank.
 
     Example:
         >>> draw_key(1, 2, "w") == draw_key(1, 2, "w") != draw_key(1, 3, "w")
@@ -236,14 +236,14 @@ def range_limits(
         and of all ranges at density 1, are `KEEP_ALL`.
     """
     device = bucket.grad_N.device
-    # Parameters' indices are -1 for padding, which is not pruned.
+    # The index of each piece's parameter; -1 for padding, which is not pruned.
     indices_P = layout.piece_parameter
     pruned_P = [index >= 0 and bucket.parameters[index].pruned for index in indices_P]
     if density >= 1:
         zeros_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
         limits_P = Limits(torch.full_like(zeros_P, KEEP_ALL), zeros_P, ties=zeros_P.long())
     else:
-        # For padding (-1) it is the last parameter's name: at density 1 the key has no effect.
+        # Padding (-1) gets the last parameter's name, but its key has no effect at density 1.
         names = [bucket.parameters[index].name for index in indices_P]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         # Density 1 gives pieces that are not pruned the threshold `KEEP_ALL`.

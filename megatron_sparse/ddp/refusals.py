@@ -42,7 +42,7 @@ def device_of(ddp: object) -> torch.device:
 def check_config(
     config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Refuses settings that need Megatron, or with which a skipped step would corrupt residuals.
+    """Refuses what plain DDP (torch's own, without Megatron) cannot do, or would corrupt residuals.
 
     Args:
         config: the plugin's configuration.

@@ -113,16 +113,16 @@ class DDPState(HostState):
         self._is_unused = False  # whether no step has used the last pass
         self._unused_in_a_row = 0  # passes
         self._is_closed = False
-        self._unwatch: list[weakref.finalize] = []
-        # Whether DDP calls the hook for all buckets at the end of the pass: the first of a static
-        # graph.
+        self._unwatch: list[weakref.finalize] = []  # each removes one of torch's hooks
+        # Whether DDP calls the hook for all buckets at the end: in a static graph's first pass.
         self._all_at_end = ddp.static_graph
         parameter_filter = ParameterFilter(checked.compression)
         world_size = self._transport.world_size
         self._buckets = DDPBuckets(ddp.module, parameter_filter, world_size, self.residuals)
-        self._trained = [each for each in self._buckets.names if each.requires_grad]
+        self._trained = [parameter for parameter in self._buckets.names if parameter.requires_grad]
         self._launched = 0  # buckets that this pass has launched
         self._in_flight: list[Pending] = []
+        # Without undo copies there is no use in watching: every selection is final at once.
         self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
             self._watch()
@@ -250,13 +250,11 @@ class DDPState(HostState):
                 remedy="wrap the model in DDP again, with or without a new DDPState",
             )
         if not self._in_flight:
-            self._await_at_end_of_backward()
-        if self.step and not self._launched:  # the first bucket of a pass
+            self._register_finish()
+        if self.step and not self._launched:  # another pass begins
             self._between_steps()
         # With its device, a future remembers the CUDA stream of the thread that completes it.
-        devices: list[int | str | torch.device] = []
-        if self._device.type == "cuda":
-            devices.append(self._device)
+        devices: list[Any] = [self._device] if self._device.type == "cuda" else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         if grad_bucket.buffer().layout == torch.sparse_coo:
             pending = self._start_sparse(grad_bucket, future)
@@ -303,10 +301,10 @@ class DDPState(HostState):
             self._buckets.name_of(parameter), gradient, Reduction.AVG, self.step, complete
         )
 
-    def _await_at_end_of_backward(self) -> None:
-        """Registers `_finish_backward`, which raises errors, with autograd for the pass's end.
+    def _register_finish(self) -> None:
+        """Has autograd call `_finish_backward` at the end of this pass, which raises errors.
 
-        A future that carried an error would make DDP raise it without its type.
+        Futures carry none, because DDP would raise another error in place of a future's own.
 
         Raises:
             HostError: no backward pass is going on.
@@ -355,7 +353,7 @@ class DDPState(HostState):
         self._check_attached()
         residuals: dict[str, torch.Tensor] = {}  # by the parameter's name
         if self.config.compression.residual_checkpoint != "none":
-            settled = self._is_unused and self._knows_steps
+            settled = self._is_unused and self._knows_steps  # else every pass counts as used
             residuals = self._buckets.residuals_by_parameter(settled=settled)
         return self._own() | {
             "step": self.step,

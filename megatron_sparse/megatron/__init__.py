@@ -26,7 +26,10 @@ __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name's module when the name is first used: cpu_mode must run before that."""
+    """Imports a public name's module when the name is first used.
+
+    Not earlier, because `cpu_mode` must run before anything imports megatron.
+    """
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -134,7 +134,7 @@ def derived_flags(
         "vocab_size": vocab_size,
         "split": config.data.split,
         "log_interval": 10,  # iterations; Megatron's default of 100 is long for a first look
-        # A package of NVIDIA's that is not public; Megatron asks for it at every start.
+        # Megatron would look for NVIDIA's package one_logger, which is not public, at every start.
         "no_one_logger": True,
         # Megatron has no switch for validation: its interval may not be 0, its iterations may.
         "eval_interval": training.eval_interval or training.iterations,
@@ -312,7 +312,7 @@ def command_line(
     """Merges derived and passed flags into the words of a command line that `parser` accepts.
 
     Args:
-        derived: from our sections.
+        derived: the derived flags.
         passed: the `megatron:` section. Null removes a derived flag, and so does the opposite flag
             (`rope_fusion: true`, `no_one_logger: false`).
         parser: from `megatron_parser`.

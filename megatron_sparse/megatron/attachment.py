@@ -65,13 +65,11 @@ class Attachment(HostState):
 
     Attributes:
         step: optimizer steps seen so far, skipped ones included.
-        chunks: Megatron's DDP-wrapped model chunks.
         groups: Megatron's bucket groups, with the plugin's buckets.
         grad_norm: the gradient's norm as the last optimizer step returned it; None if it did not.
         usual_norm: the running median of gradient norms; a far larger norm is a spike (`spikes`).
         unit: the unit of the residuals' values: loss scale, and division by the step's tokens.
-        alone: a process group of this rank alone, for Megatron's `start_grad_sync`; see
-            `bucket_group`.
+        alone: a process group of this rank alone; see `bucket_group`.
         parameters: the all-gathers of updated parameters.
 
     Args:
@@ -264,7 +262,7 @@ class Attachment(HostState):
                             main_grad[elements].add_(correction_N[piece.start : piece.stop])
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
-        """Keeps the step's new residuals, or restores the old ones if the optimizer skipped it."""
+        """Keeps the new residuals if the optimizer took the step, else restores the old ones."""
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
@@ -279,7 +277,7 @@ class Attachment(HostState):
             self.residuals_came_back()
         self.step += 1
         self._between_steps()
-        scale_change = self.unit.follow_loss_scale()
+        scale_change = self.unit.follow_loss_scale()  # None, unless the optimizer has changed it
         if scale_change is not None:
             self.residuals.rescale(scale_change)
 

@@ -102,9 +102,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[s
     )
     if args.context_parallel_size > 1:
         context_group: Any = mpu.get_context_parallel_group()
-        batch = get_batch_on_this_cp_rank(
-            batch | {"cu_seqlens": None}, is_hybrid_cp=False, cp_group=context_group
-        )
+        batch |= {"cu_seqlens": None}  # a key that Megatron requires: no packed sequences
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=context_group)
     return batch
 
 

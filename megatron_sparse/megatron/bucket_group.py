@@ -91,7 +91,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Megatron's bucket group with three methods replaced; never constructed, only swapped in.
 
     `sparse_attachment`, an `attachment.Attachment`, starts reductions and gathers in place of
-    Megatron's collectives.
+    Megatron's collectives, for the buckets in `sparse_group`.
     """
 
     sparse_attachment: Any
@@ -151,7 +151,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Starts to gather the parameters, in place of Megatron's method of the same name.
 
-        Starts the plugin's gather if it compresses this group's, else times Megatron's own.
+        Starts the plugin's gather if it compresses this group's parameters, else times Megatron's.
         """
         if force_sync and self.param_gather_handle is not None:
             # A gather is under way: Megatron only waits for it.
@@ -179,9 +179,9 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         Megatron prepares its buckets there; the collective over one rank changes nothing.
         """
         alone = self.sparse_attachment.alone
+        changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
         # Megatron would first wait for the all-to-all of the previous group, to free its memory.
         # The plugin makes no all-to-all, so there is nothing to wait for.
-        changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
         changed["previous_grad_reduce_bucket_group"] = None
         before = {name: getattr(self, name, None) for name in changed}
         vars(self).update(changed)

@@ -1,4 +1,4 @@
-"""Makes the reducer's buckets (`Bucket`) over Megatron's bucket groups; `host` is Megatron's."""
+"""Makes the plugin's buckets (`Bucket`) over Megatron's; `host` is an object of Megatron's."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _ChunkParameters:
 
 
 def _check_own(group: Any) -> None:
-    """Refuses a bucket group whose class is not Megatron's own."""
+    """Refuses a bucket group of another class, whose methods `swap_in` would replace."""
     if type(group) is not _ParamAndGradBucketGroup:
         raise HostError(
             "a bucket group is not Megatron's own",

@@ -56,7 +56,7 @@ def save_with(
     Args:
         attachment: the plugin's state.
         optimizer: the one that is attached.
-        when: called each time; returns whether to include the plugin's state.
+        when: called at each save; returns whether to include the plugin's state.
     """
     original = optimizer.sharded_state_dict
 
@@ -74,7 +74,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     """Restores the plugin's state from the checkpoint's folder. Collective over all ranks.
 
     Args:
-        attachment: mutated.
+        attachment: gets the state.
         checkpoint: the folder that Megatron has loaded, of any format.
         iteration: the step to continue from if the folder holds no state of the plugin.
 
@@ -85,6 +85,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
         saved = read(attachment, checkpoint, residuals=takes_residuals)
+    # Without saved state the residuals become zero.
     _restore(attachment, saved or Saved(iteration, attachment.enabled))
     if saved is None:
         logger.warning(
@@ -108,16 +109,16 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
         # The elements of each bucket that this rank selects from: only they have residuals here.
         own_parts = map(attachment.reducer(group).part, group.buckets)
         attachment.residuals.load(own_parts, saved.residuals)
-    attachment.residuals_came_back()
+    attachment.residuals_came_back()  # they are sent even if compression is off now
     attachment.step = saved.step
     attachment.usual_norm = UsualNorm(saved.norms)
-    attachment.parameters.forget()
+    attachment.parameters.forget()  # the next gather is raw
     attachment.planner.enabled = saved.enabled
     if attachment.trials is not None:
         attachment.trials.load_state_dict(saved.trials, saved.step)
     attachment.planner.load_state_dict(saved.planner)
     unit_change = attachment.unit.restore(saved.loss_scale, saved.gradient_factor)
-    if unit_change is not None:
+    if unit_change is not None:  # this run's residuals have another unit
         attachment.residuals.rescale(unit_change)
 
 

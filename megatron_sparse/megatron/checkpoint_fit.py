@@ -89,11 +89,11 @@ def common_state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
-    """The run's arguments as Megatron's parser returns them, before its validation fills others."""
+    """The run's arguments as Megatron's parser returns them, before Megatron validates them."""
     derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
     parser = arguments.megatron_parser()
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
-    if not wanted.group_query_attention:  # the validation would do this; `SHAPE` needs it
+    if not wanted.group_query_attention:  # completes what `SHAPE` needs
         wanted.num_query_groups = wanted.num_attention_heads
     return wanted
 
@@ -140,7 +140,7 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
     """Refuses a checkpoint of a model with other shapes of parameters."""
     found = _differences(SHAPE, saved, wanted)
     if wanted.position_embedding_type != "learned_absolute":
-        # Only learned positions have a table of that many rows.
+        # Only learned position embeddings have a table whose size depends on this key.
         found.pop("model.max_position_embeddings", None)
     if found:
         raise _error(
@@ -153,7 +153,7 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
 
 
 def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
-    """Refuses other model-parallel sizes if residuals are loaded: they fit only the old sizes."""
+    """Refuses other model-parallel sizes if residuals are loaded, which fit only those saved."""
     found = _differences(PARALLEL, saved, wanted)
     takes_residuals = config.plugin and config.compression.residual_checkpoint != "none"
     if found and takes_residuals and _has_residuals(checkpoint):
@@ -179,14 +179,14 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
     `state` is the result of `common_state`.
     """
     if wanted.optimizer not in ("adam", "sgd"):
-        return  # of Muon the names do not compare: Megatron changes them before it saves
+        return  # Muon: Megatron renames its arguments before it saves them
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
-        # The state holds fp32 main weights only if the model's weights are fp16 or bf16.
+        # Its state holds fp32 main weights only if the model's weights are fp16 or bf16.
         before, now = _precision(saved), _precision(wanted)
         if (before == "fp32") != (now == "fp32"):
             found["training.precision"] = (before, now)
-    # The distributed optimizer's other formats fit only the parallel sizes that saved them.
+    # The distributed optimizer's state fits other parallel sizes only in some formats.
     sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if wanted.use_distributed_optimizer and sharding and sharding not in _RESHARDABLE:
         found |= _differences(PARALLEL, saved, wanted)
@@ -211,7 +211,7 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
         return
     if getattr(saved, "train_samples", None) or wanted.train_samples:
-        return  # runs that the user counts in samples do not depend on the batch size
+        return  # in samples, as the user gives it, the schedule is the same with any batch size
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return

@@ -81,7 +81,7 @@ def choose(folder: Path) -> ChosenCheckpoint:
     """
     if is_release(folder):
         return ChosenCheckpoint(0)
-    named = tracked(folder)
+    named = tracked(folder)  # None: the tracker cannot be read
     reason = f"{TRACKER} is missing or damaged"
     if named is not None:
         problem = damage(checkpoint(folder, named))

@@ -43,7 +43,7 @@ RowLayouts = dict[str, tuple[str, int]]
 """`dense` and `expert` -> the level of compression, and the number of rows; see `ResidualRow`."""
 
 
-def data_place(expert: bool) -> tuple[int, int]:
+def data_rank_and_size(expert: bool) -> tuple[int, int]:
     """Returns this rank's number in its data-parallel group, and the size of that group.
 
     `expert` chooses the group of expert parameters, which differs only in models with experts.
@@ -76,10 +76,10 @@ def model_sizes() -> tuple[int, int, int]:
 class Saved:
     """The state in a checkpoint that one rank restores.
 
-    `data_size` and `rows` are the data-parallel size and the row layouts of the run that saved;
-    `rows` is None if its model-parallel layout differs and residuals are not read. `unknown` names
-    saved parameters that this run does not have. `masters` are those of `parameters.method=lossy`
-    in this rank's shards.
+    `norms` are those of `spikes.UsualNorm`. `data_size`, `mode` and `rows` are the data-parallel
+    size, `compression.residual_checkpoint` and the row layouts of the run that saved; `rows` is
+    None if its model-parallel layout differs and residuals are not read. `unknown` names saved
+    parameters that this run does not have. `masters` are those in this rank's shards.
     """
 
     step: int
@@ -157,7 +157,7 @@ def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
 
 
 def common_state(attachment: Attachment) -> dict[str, Any]:
-    """The state that is the same on every rank. The host waits for the gradient factor."""
+    """The state that is the same on every rank, named as in `Saved`. The host waits for the GPU."""
     factor = attachment.unit.gradient_factor
     return {
         "version": VERSION,
@@ -196,7 +196,7 @@ class ResidualRow:
     count: int
 
     def takes(self, saved_count: int) -> range:
-        """The numbers of the saved rows that add up to this row, of `saved_count`.
+        """The numbers of the saved rows, of `saved_count`, whose sum becomes this row.
 
         Example:
             >>> list(ResidualRow("rank", 1, 2).takes(5))
@@ -234,7 +234,7 @@ def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
     level = attachment.reducer(group).level_groups  # None at level `rank`
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
-        return ResidualRow(RANK, *data_place(group.expert))
+        return ResidualRow(RANK, *data_rank_and_size(group.expert))
     # `across` has one rank of each node, or of each instance: its number is that of the row.
     index, count = level.across.rank, level.across.world_size
     instances = group.instances_group
@@ -255,7 +255,7 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
 
 
 def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
-    """All slices of parameters that this rank selects from; residuals exist from the first time."""
+    """Yields all slices that this rank selects from, even if nothing was selected from one yet."""
     for group in attachment.groups:
         row, reducer = row_of(attachment, group), attachment.reducer(group)
         for whole in group.buckets:
@@ -276,7 +276,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
     """
     turn = 0  # number of the parameter, which the rank `turn % size` saves
     for group in attachment.groups:
-        rank, size = data_place(group.expert)
+        rank, size = data_rank_and_size(group.expert)
         for whole in group.buckets:
             part = attachment.reducer(group).part(whole)
             values_M = attachment.residuals.settled(part)

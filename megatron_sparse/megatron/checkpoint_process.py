@@ -23,7 +23,7 @@ _is_watching = False  # whether this process, a writer, ends with its rank
 
 
 def end_with_rank() -> None:
-    """Wraps Megatron's functions that start writers and the manager, so that those end with us.
+    """Wraps Megatron's functions that start writers and the manager: they end with this process.
 
     Idempotent. Imports megatron. Does not reach the manager of megatron-core before 0.19, which
     makes its queue in another way, nor writers of nvidia-resiliency-ext.
@@ -56,7 +56,7 @@ def end_with_rank() -> None:
 
 
 def _let_writers_end(caller: Any) -> None:
-    """Wraps the method that starts a writer, of the class `caller`: it ends with its rank."""
+    """Wraps the method of class `caller` that starts a writer, so that it ends with its rank."""
     original = caller.schedule_async_call
     if hasattr(original, _MARK):
         return
@@ -64,8 +64,8 @@ def _let_writers_end(caller: Any) -> None:
     @functools.wraps(original)
     def schedule_async_call(self: Any, async_req: Any) -> None:
         if async_req.async_fn is not None:
-            ending = functools.partial(_run_in_writer, async_req.async_fn)
-            async_req = async_req._replace(async_fn=ending)
+            in_writer = functools.partial(_run_in_writer, async_req.async_fn)
+            async_req = async_req._replace(async_fn=in_writer)
         original(self, async_req)
 
     setattr(schedule_async_call, _MARK, True)
@@ -100,7 +100,7 @@ def end_soon_after_parent() -> None:
     A thread polls, because Linux's signal for this (PR_SET_PDEATHSIG) comes already when the
     parent's thread that started this process ends.
     """
-    parent = os.getppid()  # another number once the parent has ended
+    parent = os.getppid()  # another process adopts this one when the parent ends
 
     def watch() -> None:
         while os.getppid() == parent:

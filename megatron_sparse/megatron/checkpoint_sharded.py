@@ -47,7 +47,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     `residual_checkpoint=full` the tensors are copies on a CPU, but on a GPU views of the residuals:
     these must not change until the save has copied them. With `sum` the call is collective.
     """
-    rank, size = layout.data_place(expert=False)
+    rank, size = layout.data_rank_and_size(expert=False)
     sizes = {"model_sizes": layout.model_sizes(), "data_size": size}
     header = layout.common_state(attachment) | sizes
     rank_state = {
@@ -55,7 +55,8 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         "rows": layout.row_layouts(attachment),
         "layers": layout.model_layers(attachment),
     }
-    state: dict[str, Any] = {  # of the header, which all ranks have, replica 0 is written
+    # The header is the same on all ranks: Megatron writes the one with `replica_id` 0.
+    state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
         "rank": ShardedObject(_state_key(), rank_state, (size,), (rank,)),
     }
@@ -125,12 +126,13 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         return None
     # One load answers all requests: `loaded` has the same keys, with values in place of requests.
     requests: dict[str, Any] = {}
+    # label -> (slice, requests for its saved rows)
     slices = dict(_residual_requests(attachment, found, saved.mode)) if residuals else {}
     requests |= {label: rows for label, (_, rows) in slices.items() if rows}
     masters = dict(_master_requests(attachment, found))
     if masters:
         requests[MASTER] = {f"{name}.{start}": part for (name, start), part in masters.items()}
-    rank, size = layout.data_place(expert=False)
+    rank, size = layout.data_rank_and_size(expert=False)
     saved_rank = rank if saved.data_size == size else 0  # with other ranks, all read rank 0's state
     rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (saved_rank,))
     # Missing only if the model-parallel layout differs, and no residuals are read.
@@ -145,7 +147,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
     for label, (held, rows) in slices.items():
-        # A slice without saved rows, of more rows than before, requests nothing.
+        # A run with more rows than the one that saved has slices without saved rows.
         saved_rows = [row.view(-1) for row in loaded[label].values()] if rows else []
         saved.residuals[held.key] = _combined(held, saved_rows, saved.mode)
     if residuals:
@@ -271,7 +273,7 @@ def _kind_key(kind: str, expert: bool) -> str:
 
 
 def _load(checkpoint: Path, requests: dict[str, Any]) -> dict[str, Any]:
-    """Returns values in place of the requests. Other ranks need not call it, nor read the rest."""
+    """Loads requests on this rank alone, without Megatron's collective check; returns values."""
     loaded = dist_checkpointing.load(
         {PREFIX: requests}, str(checkpoint), validate_access_integrity=False
     )

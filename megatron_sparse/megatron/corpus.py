@@ -9,9 +9,9 @@ A byte-level BPE is trained on the text itself and Megatron's indexed dataset ho
 so Megatron needs `--tokenizer-type NullTokenizer --vocab-size V` and nothing else: its
 NullTokenizer takes id V - 1 as the end of a document, which is where this module puts it.
 
-The same interpreter and package versions give the same bytes: files are read in sorted order, a
-paragraph of prose is kept the first time it is seen only, and documents are ordered by a hash of
-their names, so that every part of Megatron's contiguous train / validation / test split sees every
+The same interpreter and package versions give the same bytes: files are read in sorted order, of a
+repeated paragraph of prose only the first copy is kept, and documents are ordered by a hash of
+their names. So each part of Megatron's contiguous split (training, validation, test) sees every
 source.
 
     megatron-sparse corpus --kind code --output data/code
@@ -107,7 +107,7 @@ def prepare(kind: Kind, out_dir: str | Path, vocab_size: int = 8192) -> Corpus:
             made.mkdir()
             _make(kind, vocab_size, fingerprint, made)
             if out_dir.exists():
-                out_dir.rename(Path(scratch) / "old")
+                out_dir.rename(Path(scratch) / "old")  # deleted with the temporary folder
             made.rename(out_dir)
     except OSError as error:
         raise DatasetError(
@@ -169,7 +169,7 @@ def _check_request(kind: str, vocab_size: int) -> None:
 
 
 def _check_replaceable(out_dir: Path) -> None:
-    """Refuses to replace anything but a corpus."""
+    """Refuses a folder that `prepare` would replace, unless it is a corpus or empty."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir() or (any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file()):
@@ -207,7 +207,7 @@ def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path) -> None:
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE; the end of a document is its last id."""
+    """Trains a byte-level BPE; its last id is EOD_TOKEN, which ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
