@@ -205,7 +205,7 @@ class Layout:
         numel = bucket.numel
         shard_starts = [shard * (numel // shards) for shard in range(shards)]
         pieces, piece_parameter, kinds = _pieces(bucket)
-        kind_starts = {
+        kind_starts = {  # where the kind differs from that of the piece before
             start
             for index, start in enumerate(pieces[:-1])  # the last offset is the bucket's end
             if index == 0 or kinds[index] != kinds[index - 1]

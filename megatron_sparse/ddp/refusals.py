@@ -97,9 +97,9 @@ def check_config(
 
 
 def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.Optimizer]:
-    """Finds all optimizers in this process; on the way refuses a GradScaler that is not `known`.
+    """Finds all optimizers in this process, and refuses a GradScaler that is not the `known` one.
 
-    The residuals could not follow the scale of such a GradScaler.
+    `DDPState` could not convert its residuals when such a GradScaler changes its scale.
 
     Raises:
         ConfigError: another GradScaler is in use.

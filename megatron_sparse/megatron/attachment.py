@@ -133,7 +133,7 @@ class Attachment(HostState):
             any_group = bucket_groups[0]  # all of them have the same process groups
             groups = self._transports.groups_of(any_group, buckets)  # with their transports
             ranks = dist.get_process_group_ranks(any_group.process_group)
-            writer = GradientDumpWriter.of(
+            writer = GradientDumpWriter.of(  # None unless `tracking` asks to record gradients
                 self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
             )
             reducers[key] = GradientReducer(
