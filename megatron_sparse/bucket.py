@@ -88,9 +88,8 @@ class Bucket:
             `megatron_sparse.reduction.level`.
         fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
             gradients; sparse ones always do.
-        lanes: for a part of a bucket, exchanged at `compression.level` node or instance: how many
-            parts the same nodes exchange at the same time, this one included. The planner needs it
-            to know this one's share of the links.
+        lanes: of a part of a bucket (`compression.level` node or instance): how many parts share
+            the links between the nodes at the same time, this one included; for the planner.
     """
 
     name: str

@@ -37,7 +37,7 @@ def _save_all(rank, folder):
 
     Returns the residuals, and the elements of all parameters of all buckets.
     """
-    from megatron_sparse.megatron import checkpoint_layout, checkpoint_sharded
+    from megatron_sparse.megatron import checkpoint_layout
 
     with _small() as run:
         for _ in range(STEPS):
@@ -48,7 +48,7 @@ def _save_all(rank, folder):
             save(run.attachment, folder / mode, mode)
         common = checkpoint_layout.common_state(run.attachment)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint_sharded, "common_state", lambda _: common | {"version": 2})
+            patch.setattr(checkpoint_layout, "common_state", lambda _: common | {"version": 2})
             save(run.attachment, folder / "version")
         pieces = [piece for bucket in run.attachment.buckets for piece in bucket.parameters]
         return run.residuals(), sum(piece.numel for piece in pieces)
