@@ -31,8 +31,15 @@ FORMAT_RICE = 8
 FORMAT_ADAPTIVE = -1
 """Not a record format: the encoder chooses the smallest of dense, COO and Pici."""
 FORMAT_NAMES = (
-    *("dense", "coo", "pici", "blocks", "hash_bitmap"),
-    *("row_sparse", "moves", "quantised", "rice"),
+    "dense",
+    "coo",
+    "pici",
+    "blocks",
+    "hash_bitmap",
+    "row_sparse",
+    "moves",
+    "quantised",
+    "rice",
 )
 FLAG_PICI_LINEAR = 1
 MOVES_CODERS = ("raw", "rans")
