@@ -1,8 +1,8 @@
-"""The text of the two corpora: the files that are read, and the parts that are kept.
+"""Collects the text of the two training corpora, `code` and `prose`, from the Python installation.
 
-Code is the standard library's modules as they are. Prose is every string of a module that reads as
+`code` is the standard library's source files. `prose` is every string of a module that reads as
 English (docstrings, the topics of `pydoc_data`, arguments of `add_docstr`), with package
-descriptions and licences; a repeated paragraph is kept only once.
+descriptions and licences; a repeated paragraph is taken only once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shown[T](items: Iterable[T], label: str) -> Iterable[T]:
 
 
 def code() -> Iterator[Document]:
-    """The standard library's modules as they are; data tables written as Python are left out."""
+    """Yields the standard library's modules, except short ones and data tables (`_NOT_CODE`)."""
     root = _stdlib()
     for path in shown(_python_files(root), "read the standard library"):
         name = path.relative_to(root).as_posix()
@@ -66,24 +66,24 @@ def code() -> Iterator[Document]:
 
 
 def prose() -> Iterator[Document]:
-    """Paragraphs of English, each only once; one document for each file."""
-    seen: set[bytes] = set()
-    for name, read in shown(_prose_sources(), "read documentation"):
-        kept = []
-        for text in read():
+    """Yields a document for each file: its English paragraphs that no earlier file had."""
+    seen: set[bytes] = set()  # hashes of the paragraphs yielded so far
+    for name, read_texts in shown(_prose_sources(), "read documentation"):
+        new_paragraphs = []
+        for text in read_texts():
             for paragraph in paragraphs(text):
                 # 16 bytes are enough to tell paragraphs apart, in half the memory.
                 key = hashlib.sha256(paragraph.encode()).digest()[:16]
                 if key not in seen:
                     seen.add(key)
-                    kept.append(paragraph)
-        document = "\n\n".join(kept)
+                    new_paragraphs.append(paragraph)
+        document = "\n\n".join(new_paragraphs)
         if len(document) >= _MIN_DOCUMENT_CHARS:
             yield name, document
 
 
 def _prose_sources() -> list[Source]:
-    """The files that prose is taken from, in order: the standard library's, then packages'."""
+    """Lists the files with prose, each as its name and a function that reads its texts."""
     root = _stdlib()
     sources: list[Source] = [
         (f"python/{path.relative_to(root).as_posix()}", partial(_strings, path))
@@ -98,7 +98,7 @@ def _prose_sources() -> list[Source]:
 
 
 def _files(distribution: str, installed: importlib.metadata.Distribution) -> Iterator[Source]:
-    """The licences of a package, and the modules in its folders with prose."""
+    """Yields the licences of a package, and the modules in its folders in `_PROSE_FOLDERS`."""
     folders = tuple(f"{folder}/" for folder in _PROSE_FOLDERS[distribution])
     for file in sorted(installed.files or [], key=str):
         name, path = file.as_posix(), Path(str(installed.locate_file(file)))
@@ -110,7 +110,7 @@ def _files(distribution: str, installed: importlib.metadata.Distribution) -> Ite
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of `text` that read as English, each on one line.
+    """Yields the paragraphs of `text` that read as English, each joined into one line.
 
     A paragraph counts as English when it has eight words or more, ends as a sentence does, and
     letters, spaces and plain punctuation make up nearly all of it: that drops code, tables,
@@ -128,23 +128,18 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def _strings(path: Path) -> list[str]:
-    """The long string constants of a module in source order, docstrings among them."""
+    """Returns a module's long string constants, docstrings among them, in source order."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the modules that are read
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return []  # templates and examples of wrong Python carry the suffix .py too
-    strings = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and len(node.value) >= _MIN_STRING_CHARS
-    ]
-    # `ast.walk` goes level by level.
-    strings.sort(key=lambda node: (node.lineno, node.col_offset))
-    return [str(node.value) for node in strings]
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    # `ast.walk` goes breadth-first, which is not the order of the source.
+    constants.sort(key=lambda node: (node.lineno, node.col_offset))
+    strings = [node.value for node in constants if isinstance(node.value, str)]
+    return [text for text in strings if len(text) >= _MIN_STRING_CHARS]
 
 
 def _description(installed: importlib.metadata.Distribution) -> list[str]:

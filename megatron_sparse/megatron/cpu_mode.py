@@ -9,10 +9,6 @@ optimizer, checkpoints.
 
 The mode belongs to the thread that enables it (torch keeps modes by thread); `torch.cuda` is
 patched for the process.
-
-Example:
-    >>> cpu_mode.enable()                               # doctest: +SKIP
-    >>> from megatron.core import parallel_state        # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -51,8 +47,8 @@ def _is_cuda(device: Any) -> bool:
 class CudaToCpu(TorchFunctionMode):
     """Rewrites every CUDA device in a torch call to the CPU.
 
-    `tensor.type()` answers with CUDA's names, because Megatron's optimizers sort parameters by
-    `param.type() == "torch.cuda.FloatTensor"`.
+    `tensor.type()` returns the name of the CUDA type, because Megatron's optimizers sort parameters
+    by `param.type() == "torch.cuda.FloatTensor"`.
     """
 
     def __torch_function__(
@@ -62,17 +58,17 @@ class CudaToCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls `func` on the CPU. torch calls it in place of each of its functions."""
+        """Calls `func` with the CPU for every CUDA device. torch calls this instead of `func`."""
         kwargs = dict(kwargs or {})
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         if func is torch.Tensor.cuda:
-            return args[0]
-        asks_for_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
+            return args[0]  # the tensor, which is on the CPU already
+        # Without a further argument `type` does not convert, but returns the type's name.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        elif asks_for_type:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # Megatron compares with these
         return func(*args, **kwargs)
 
 
@@ -132,8 +128,10 @@ def _put(value: Any) -> Callable[[Any], Any]:
 
 
 def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs the original with the mode on. torch turns the mode off inside calls that went through
-    it; `backward` is one, and Megatron's autograd functions make tensors in it.
+    """Wraps `original`, such as `backward`: turns the mode on for the time of each call.
+
+    torch turns the mode off while it runs a function that the mode has intercepted. `backward` is
+    such a function, and Megatron's autograd functions create CUDA tensors in it.
     """
 
     @functools.wraps(original)
@@ -145,7 +143,7 @@ def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `original`: after each call torch's generator has its state of before the call."""
+    """Wraps `original`: each call leaves the state of torch's CPU generator unchanged."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -266,8 +264,8 @@ _applied: set[str] = set()
 def enable() -> None:
     """Lets `megatron.core` run on the CPU, in this thread. Idempotent.
 
-    Call it before anything imports megatron, which looks for GPUs and keeps functions of
-    `torch.cuda` under names of its own at import.
+    Call it before anything imports megatron: at import Megatron looks for GPUs, and binds functions
+    of `torch.cuda` to names in its own modules, which a later patch would not reach.
 
     Raises:
         HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.
@@ -282,7 +280,7 @@ def enable() -> None:
             got=f"{torch.cuda.device_count()} GPU(s)",
             remedy="hide them: CUDA_VISIBLE_DEVICES= (or cluster.device=cpu)",
         )
-    # `megatron` itself has no code.
+    # The package `megatron` has no code of its own: only its submodules bind functions.
     loaded = sorted(name for name in sys.modules if name.startswith("megatron."))
     if loaded:
         raise HostError(
@@ -301,9 +299,9 @@ def enable() -> None:
 
 
 def properties() -> AbstractContextManager[object]:
-    """Lets Megatron ask for a GPU's architecture, in the block, where there is none.
+    """Within the `with` block, lets Megatron read a GPU's properties on a machine without a GPU.
 
-    For a launcher, which does not train and may have imported megatron.
+    For a launcher: it does not train, and it may have imported megatron, which `enable` refuses.
     """
     if torch.cuda.is_available():
         return nullcontext()
@@ -330,10 +328,10 @@ def enable_training() -> None:
 
 
 def _apply(patches: Sequence[Patch]) -> None:
-    """Replaces each symbol once.
+    """Replaces each patch's symbol, unless an earlier call has replaced it.
 
     Raises:
-        HostError: a symbol is missing; those before it stay replaced, the process cannot go on.
+        HostError: a symbol is missing. Earlier symbols stay replaced, so the process should end.
     """
     for patch in patches:
         if patch.symbol in _applied:

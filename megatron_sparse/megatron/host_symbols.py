@@ -54,11 +54,11 @@ _SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def untested_megatron() -> str | None:
-    """Says that the tests do not run on this version of Megatron; None if they do.
+    """Returns a warning if the tests do not run on this version of Megatron; None if they do.
 
-    Reads the version of `megatron.core` itself, which may be a checkout. Imports megatron.
+    Imports `megatron.core` for its version, because a checkout has no package metadata.
     """
-    # After a + comes the commit of the checkout, if the current folder is in one.
+    # Megatron appends "+" and a commit if the current folder is in a git checkout.
     version: str = import_module("megatron.core").__version__.split("+")[0]
     if version in TESTED:
         return None
@@ -66,7 +66,7 @@ def untested_megatron() -> str | None:
 
 
 def find_host_symbols(needed_by: str = "install") -> list[HostSymbol]:
-    """Checks the symbols that `attach` or `install` needs. Imports megatron."""
+    """Looks up each symbol that `attach` or `install` needs. Imports megatron."""
     # `install` also needs all that `attach` does.
     users = ("attach", "install") if needed_by == "install" else ("attach",)
     return [
@@ -77,12 +77,12 @@ def find_host_symbols(needed_by: str = "install") -> list[HostSymbol]:
 
 
 def _problem(module: str, attribute: str, parameters: Sequence[str]) -> str | None:
-    """Looks a symbol up: why it cannot be hooked; None if it can.
+    """Returns why a symbol of Megatron cannot be hooked; None if it can.
 
     Args:
-        module: its module.
-        attribute: its name there.
-        parameters: that a function must have, or a class's constructor.
+        module: the symbol's module.
+        attribute: the symbol's name in the module; with a dot for a method.
+        parameters: names of parameters that the function or the class's constructor must have.
     """
     try:
         symbol: Any = import_module(module)
@@ -100,11 +100,11 @@ def require_host_symbols(needed_by: str) -> None:
     Raises:
         HostError: names the first symbol that is missing.
     """
-    for user, name, problem in find_host_symbols(needed_by):  # a `HostSymbol` each
-        if problem is not None:
+    for symbol in find_host_symbols(needed_by):
+        if symbol.problem is not None:
             raise HostError(
-                f"this Megatron lacks a function that {user} hooks",
-                expected=name,
-                got=problem,
+                f"this Megatron lacks a function that {symbol.needed_by} hooks",
+                expected=symbol.name,
+                got=symbol.problem,
                 remedy=UPGRADE,
             )

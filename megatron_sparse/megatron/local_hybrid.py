@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack with a last norm that needs no Transformer Engine."""
+    """Megatron's `HybridStack`, but with a last norm that needs no Transformer Engine."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class LocalHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **options: Any,
     ) -> None:
-        # Without the norm, because the base class would make Transformer Engine's.
+        # False: the base class would make Transformer Engine's norm.
         super().__init__(config, submodules, post_layer_norm=False, **options)
-        self.post_layer_norm = post_layer_norm
+        self.post_layer_norm = post_layer_norm  # the base class reads it in `forward`
         if self.post_process and post_layer_norm:
             rms_norm = config.normalization == "RMSNorm"
             norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms_norm, for_qk=False)
@@ -46,7 +46,7 @@ class LocalHybridStack(HybridStack):
 
 
 def _stack_spec() -> ModuleSpec:
-    """Megatron's local GPT layer cut in two: one layer of attention alone, one of the MLP."""
+    """The stack's layers: Megatron's local GPT layer split into an attention and an MLP layer."""
     parts = get_gpt_layer_local_submodules()
     attention = TransformerLayerSubmodules(
         input_layernorm=parts.input_layernorm,

@@ -1,11 +1,10 @@
-"""Wraps an optimizer's step: sums are confirmed before any parameter changes.
+"""Wraps an optimizer's step, to confirm that every gradient sum is right before parameters change.
 
-In capacity mode on CUDA, Megatron's `finish_grad_sync` returns when a bucket's work is on a stream;
-the reports that say whether the sum is right come to the host later. Megatron's optimizers prepare
-the gradients in `step`, read their norm on the host, and change parameters in
-`step_with_ready_grads`. The plugin reads the reports right before that: once the norm has been read
-they are there, so the host does not wait. For an optimizer without that method it reads them before
-`step`.
+In capacity mode on CUDA (messages of fixed size), Megatron's `finish_grad_sync` returns when a
+bucket's work is queued on a stream; *reports*, which say whether the sum is right, reach the host
+later. Megatron's optimizers read the gradients' norm on the host in `step`, then change parameters
+in `step_with_ready_grads`. The plugin reads the reports between the two: they have arrived when the
+norm has been read, so the host does not wait. Without that method it reads them before `step`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ UPDATE = "step_with_ready_grads"
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that Megatron has chained to one, however they are nested; else it alone."""
+    """Lists the optimizers in Megatron's (nested) `ChainedOptimizer`, or the optimizer itself."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         return [optimizer]
@@ -39,49 +38,52 @@ def clips_gradients(optimizer: Any) -> bool:
 
 
 class WrappedMethod:
-    """A method that is wrapped on its object, until `close`.
+    """Replaces a method of one object by a wrapper, until `close`.
 
-    Others wrap it too, before or after: learning-rate schedulers, another attachment.
+    Other code wraps the same method, before or after: learning-rate schedulers, a second
+    attachment.
 
     Args:
-        owner: has the method.
-        name: of the method.
-        wrapper: called in place of it, with the former method before its arguments.
+        owner: the object.
+        name: the method's name.
+        wrapper: called in place of the method, with the former method before its arguments.
     """
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         self._owner, self._name = owner, name
-        self._before = vars(owner).get(name)  # None: the class's own
+        # A wrapper that other code has set on the object; None: `name` is the class's method.
+        self._earlier_wrapper = vars(owner).get(name)
         original = getattr(owner, name)
         self._called: Callable[..., Any] = functools.partial(wrapper, original)
 
-        @functools.wraps(original)  # with the mark that torch's schedulers look for
+        # `wraps` copies the attribute by which torch's schedulers know a method they have wrapped.
+        @functools.wraps(original)
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self._called(*args, **kwargs)
 
-        # Bound, because torch's schedulers wrap its `__func__`.
+        # A bound method, because torch's schedulers read its `__func__`.
         self._original, self._method = original, MethodType(method, owner)
         setattr(owner, name, self._method)
 
     def close(self) -> None:
-        """Puts the former method back; under a later wrapper, only passes calls on from now on."""
+        """Puts the former method back; if a later wrapper wraps ours, ours just calls it."""
         self._called = self._original
         if vars(self._owner).get(self._name) is not self._method:
-            return
-        if self._before is None:
+            return  # a later wrapper calls `self._method`
+        if self._earlier_wrapper is None:
             delattr(self._owner, self._name)
         else:
-            setattr(self._owner, self._name, self._before)
+            setattr(self._owner, self._name, self._earlier_wrapper)
 
 
 class UnconfirmedSums:
-    """The step's buckets that are on a stream, but whose reports have not been read."""
+    """The step's buckets whose sum is queued on a CUDA stream, but is not known to be right yet."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
 
     def add(self, pending: Pending) -> None:
-        """Takes a bucket over. One that comes again belongs to a new step: reads the last first.
+        """Adds a bucket's job. A bucket that is here already begins a new step: confirms the old.
 
         Raises:
             MegatronSparseError: see `confirm`.
@@ -91,7 +93,7 @@ class UnconfirmedSums:
         self._pending[pending.name] = pending
 
     def confirm(self) -> None:
-        """Reads all reports; the host waits for those that have not come.
+        """Reads whether each sum is right; the host waits for reports that have not arrived.
 
         Raises:
             MegatronSparseError: a bucket was not synchronised; no parameter may be changed.
@@ -102,15 +104,15 @@ class UnconfirmedSums:
 
 
 class WatchedOptimizer:
-    """An optimizer whose `step` is wrapped, until `close`.
+    """Wraps an optimizer's `step`, until `close`.
 
     Args:
         optimizer: Megatron's, or any object with `step`.
         sums: confirmed before parameters change.
         sink: receives the seconds of each step.
         end: called after each step with whether it was accepted, and the gradient's norm if known.
-        inner_s: a clock that runs while the thread waits inside the step for something that is
-            recorded as a stage of its own.
+        inner_s: returns the seconds that the thread has waited so far for what is recorded as
+            another stage. Waits inside the step are subtracted from the step's seconds.
     """
 
     def __init__(
@@ -129,10 +131,10 @@ class WatchedOptimizer:
             """The original step, with sums confirmed, timed and reported to `end`."""
             start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
-                if not has_update:  # else `confirmed_update` does it, later
+                if not has_update:  # else `confirmed_update` confirms, when that costs no wait
                     sums.confirm()
                 result = original(*args, **kwargs)
-                sums.confirm()  # not yet, if the optimizer skipped its update
+                sums.confirm()  # if the optimizer skipped its update, `confirmed_update` did not
             waited_s = inner_s() - before_s
             sink.record_stage("optimizer", time.perf_counter() - start_s - waited_s)
             success, grad_norm = True, None

@@ -67,7 +67,7 @@ class SmallGPT:
         from megatron.core.distributed import finalize_model_grads
 
         shape = (MICRO_BATCH, SEQUENCE)
-        # The CPU mode leaves them on the CPU.
+        # In CPU mode, `.cuda()` and device="cuda" mean the CPU.
         tokens = torch.randint(0, VOCABULARY, shape, generator=self._generator).cuda()
         positions = torch.arange(SEQUENCE, device="cuda").expand(shape)
         everywhere = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda")
@@ -84,7 +84,7 @@ class SmallGPT:
 
 
 def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
-    """Times pairs of iterations. Collective; needs an initialised process group.
+    """Times pairs of steps, without and with the plugin. Collective over the process group.
 
     Returns:
         Medians over the pairs: `plain_ms`, `plugin_ms`, and `ratio` (of each pair, not of the
@@ -97,7 +97,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
     plain_ms, plugin_ms, equal = [], [], True
     order = [(plain, plain_ms), (plugged, plugin_ms)]
     for index in range(warmup + iterations):
-        order.reverse()  # the second one finds warmer caches
+        order.reverse()  # be fair: the second model finds warmer caches
         losses = []
         for model, times in order:
             dist.barrier()
@@ -122,10 +122,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures without and with overlap, as one rank of a torchrun launch; rank 0 prints a table.
-
-    `python -m torch.distributed.run ... -m <this>`
-    """
+    """Times without and with overlap, on each rank of a torchrun launch; rank 0 prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

@@ -1,7 +1,9 @@
-"""How each bucket group gathers its parameters.
+"""Chooses and runs the all-gather of updated parameters of each of Megatron's bucket groups.
 
-Megatron's bucket group gathers in `start_param_sync`; `bucket_group` overrides it and asks
-`ParameterGathers`. Groups that stay raw keep Megatron's own all-gather; it is only timed.
+With the distributed optimizer a rank updates one shard of each bucket; then the ranks gather the
+parameters, in one of three ways (`parameters.method`): *raw* is Megatron's own all-gather, only
+timed here; *exact* sends how far each number has moved; *lossy* sends quantised differences.
+Megatron gathers in `start_param_sync`, which `bucket_group` overrides to call `ParameterGathers`.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ logger = logging.getLogger("megatron_sparse")
 
 
 class ParameterGathers:
-    """The gathers of one attachment. All stay raw until `plan`.
+    """The gathers of one attached model. All are raw until `plan`.
 
     Attributes:
-        waited_s: seconds that the training thread has waited for parameters, all in all.
+        waited_s: seconds that the training thread has waited for parameters in this run.
         lines: what was chosen and why, in one line; empty where nothing is ever gathered, or
             nothing was to choose.
         lossy: the buckets that are gathered lossily.
@@ -63,10 +65,10 @@ class ParameterGathers:
         self.lines: list[str] = []
         self.lossy: list[LossyBucket] = []
         self._sink = sink
-        # By `id` of the group, which the attachment holds.
+        # By `id` of the bucket group: an exact or lossy gather for each of its buckets.
         self._compressed: dict[int, list[ShardGather]] = {}
-        self._hooks: list[Any] = []
-        self._updates: list[WrappedMethod] = []
+        self._hooks: list[Any] = []  # of torch, on modules of the model
+        self._updates: list[WrappedMethod] = []  # of the optimizer
 
     def plan(
         self,
@@ -77,17 +79,17 @@ class ParameterGathers:
         chunks: Iterable[Any],
         optimizer: Any,
     ) -> None:
-        """Decides for each group between raw, exact and lossy. Collective over its ranks.
+        """Chooses raw, exact or lossy for each bucket group. Collective over the group's ranks.
 
         With `parameters.method=auto`, or `per_node=auto` on several nodes, the host waits for some
         measurements.
 
         Args:
-            groups: of the attachment.
+            groups: all bucket groups of the model.
             config: `parameters` and `planner.cluster` are read.
-            reducer_of: the reducer of a group, whose ranks and level of compression are taken. At
-                level `node` a parameter crosses to each other node once, in the gradients' lanes.
-            progress: drives the gathers.
+            reducer_of: returns the reducer of a group's gradients. The gathers use its transport;
+                if it compresses at level `node`, `per_node=auto` means `always`.
+            progress: its thread runs the gathers.
             chunks: the model; whenever parameters of it are loaded, the next gather is raw.
             optimizer: Megatron's; its updates are wrapped until `close` if any bucket is lossy.
 
@@ -97,7 +99,8 @@ class ParameterGathers:
         """
         method, chunks = config.parameters.method, list(chunks)
         clips = any(getattr(getattr(chunk, "config", None), "qk_clip", False) for chunk in chunks)
-        # Made first: they compare the ranks' settings, which decide what the ranks agree on next.
+        # A chooser's constructor compares the ranks' settings. All run before `_reasons_for_raw`,
+        # whose collectives depend on these settings.
         choosers: dict[int, GatherChooser] = {}  # by `id` of Megatron's process group
         for group in groups:
             key = id(group.process_group)
@@ -105,15 +108,15 @@ class ParameterGathers:
                 reducer = reducer_of(group)
                 choosers[key] = GatherChooser(_in_lanes(config, reducer), reducer.transport)
         reasons = _reasons_for_raw(groups, method, optimizer, clips=clips)
-        asked: dict[int, GatherChooser] = {}
+        used: dict[int, GatherChooser] = {}  # the choosers with a group to choose for
         for group, reason in zip(groups, reasons, strict=True):
             if reason is None:
                 key = id(group.process_group)
-                asked[key] = choosers[key]
+                used[key] = choosers[key]
                 self._make_gathers(group, choosers[key], reducer_of(group).transport, progress)
         self._follow_loads(chunks)
         self._updates = watch_updates(self.lossy, optimizer)
-        explained = [chooser.explain() for chooser in asked.values()]
+        explained = [chooser.explain() for chooser in used.values()]
         different_reasons = dict.fromkeys(reasons)
         explained += [f"raw, {reason}" for reason in different_reasons if reason not in SILENT]
         if explained and method != RAW:
@@ -124,13 +127,10 @@ class ParameterGathers:
     def _make_gathers(
         self, group: GroupBuckets, chooser: GatherChooser, transport: Transport, progress: Progress
     ) -> None:
-        """Makes a gather for each bucket of a group, in the way that its ranks choose.
-
-        Makes none if they choose to stay raw.
-        """
+        """Makes an exact or lossy gather for each bucket of a group; none if raw is chosen."""
         tensors = [host.param_data.view(-1) for host in group.host.buckets]
         way = chooser.choose(tensors)
-        if way is None:
+        if way is None:  # raw
             return
         gathers: list[ShardGather] = []
         for bucket, values_N in zip(group.buckets, tensors, strict=True):
@@ -143,7 +143,7 @@ class ParameterGathers:
         self._compressed[id(group)] = gathers
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Hooks every module with parameters: after it has loaded some, the next gather is raw."""
+        """Makes the next gather raw after any module of the model has loaded parameters."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -153,36 +153,36 @@ class ParameterGathers:
                     self._hooks.append(hook)
 
     def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> list[Pending] | None:
-        """Launches a group's gathers; None if it is to be gathered raw.
+        """Launches the exact or lossy gathers of a group; returns None if its gather is to be raw.
 
         Args:
             group: the bucket group.
             step: the training step.
-            enabled: of the attachment; a step in which it is off gathers raw.
+            enabled: whether compression is on; otherwise the gather is raw.
         """
         gathers = self._compressed.get(id(group))
         if gathers is None:
             return None
         if not enabled:
             for gather in gathers:
-                gather.release()  # it does not see the raw gather that follows
+                gather.release()  # Megatron's raw gather follows, without this object
             return None
         return [gather.start(step) for gather in gathers]
 
     def gathered(self, pending: Pending) -> None:
-        """Confirms a gather of `start` that is queued, and counts the wait for it.
+        """Checks the outcome of a gather that `start` returned; adds its wait to `waited_s`.
 
         Raises:
             MegatronSparseError: the parameters were not gathered.
         """
         pending.confirm()
-        assert pending.record is not None, "every gather has one"
+        assert pending.record is not None, "every gather has a record"
         self.waited_s += pending.record.exposed_s
 
     def timed(self, group: GroupBuckets, step: int) -> TimedHandle:
         """Returns a handle that times Megatron's own gather of a group in step `step`.
 
-        To be called right before Megatron launches it.
+        Call it right before Megatron launches the gather.
         """
         n_ranks = group.process_group.size()
         records = [
@@ -226,9 +226,9 @@ class ParameterGathers:
 
 
 def _parameter_buffers(group: GroupBuckets) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """A group's buckets with their whole parameters; none without the distributed optimizer.
+    """Yields each bucket of a group with its parameters, 1-D; none without distributed optimizer.
 
-    Only there each of the plugin's buckets is one of Megatron's, in one piece.
+    Without it a bucket of Megatron's may be several of the plugin's, and nothing is gathered.
     """
     if group.host.ddp_config.use_distributed_optimizer:
         for bucket, host in zip(group.buckets, group.host.buckets, strict=True):
@@ -244,7 +244,7 @@ SILENT = (None, NOT_SHARDED, ALONE)
 
 
 def why_raw(group: GroupBuckets) -> str | None:
-    """Why the plugin can only gather a bucket group raw; None if it can do better."""
+    """Returns why a bucket group cannot be gathered exactly; None if it can."""
     host, n_ranks = group.host, group.process_group.size()
     if not host.ddp_config.use_distributed_optimizer:
         return NOT_SHARDED
@@ -263,9 +263,10 @@ def why_raw(group: GroupBuckets) -> str | None:
 def _reasons_for_raw(
     groups: Sequence[GroupBuckets], method: str, optimizer: Any, *, clips: bool
 ) -> list[str | None]:
-    """For each group why it stays raw, or None if it can be compressed. Collective if lossy.
+    """Returns for each group why its gather must be raw; None if it can be exact or lossy.
 
-    `clips` says whether Megatron clips the weights of queries and keys.
+    Collective over each group if `method` is lossy. `clips`: whether Megatron clips the weights of
+    queries and keys.
 
     Raises:
         ConfigError: the method cannot work here.
@@ -299,7 +300,7 @@ def _on_gpu(group: GroupBuckets) -> str | None:
 
 
 def _in_lanes(config: SparseConfig, reducer: GradientReducer) -> SparseConfig:
-    """Returns the config; at level `node` its `per_node=auto` is `always`, as for gradients."""
+    """At level `node` turns `per_node=auto` into `always`: gradients cross nodes in lanes, too."""
     level = reducer.level_groups
     is_node_level = level is not None and level.level == NODE
     if not is_node_level or config.parameters.per_node != "auto":

@@ -1,9 +1,12 @@
-"""The optimizer's own parameters (masters) under `parameters.method=lossy`: where they are, when
-they change, and the parts of them that a rank saves and restores.
+"""The optimizer's fp32 parameters (*masters*) with `parameters.method=lossy`: where they are, when
+they change, and which of them a rank saves and restores.
+
+A lossy gather leaves on all ranks the same rounded copy of the parameters, the *replica*. Only the
+rank that owns a shard has the shard's master.
 
 Megatron chains optimizers, for experts and others. Each changes its own parameters in
 `step_with_ready_grads`, and without overlap it then gathers all buckets, also those that a later
-one of the chain is about to change. So each of these methods is wrapped by itself.
+one of the chain is about to change. So the method of each of them is wrapped.
 
 Between steps Megatron's parameter buffer holds the replica, so Megatron's checkpoint does too. The
 masters go into the plugin's part of it, by parameter name and position, so they survive a change of
@@ -35,9 +38,9 @@ class LossyBucket:
     """A bucket that is gathered lossily.
 
     Attributes:
-        group: its bucket group.
-        bucket: it.
-        gather: its gather.
+        group: the bucket's group.
+        bucket: the plugin's bucket.
+        gather: the gather of its parameters.
     """
 
     group: GroupBuckets
@@ -59,11 +62,10 @@ class LossyBucket:
 def saved_parts(
     buckets: Sequence[LossyBucket],
 ) -> list[tuple[LossyBucket, ParameterSlice, torch.Tensor]]:
-    """The parts of parameters whose masters this rank has, and those masters: fp32 views.
+    """Returns (bucket, slice of the shard, master as fp32 view) for what this rank's shards hold.
 
-    Empty if a bucket's replicas are not the same on all ranks now. That is so before the first
-    gather, and between a step and its gather. A run that goes on from there begins with a raw
-    gather.
+    Empty before the first gather, and between a step and its gather: then the ranks' replicas of a
+    bucket may differ, and a run that resumes from such a checkpoint begins with a raw gather.
     """
     parts = []
     for bucket in buckets:
@@ -75,13 +77,14 @@ def saved_parts(
 
 
 def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Tensor] | None:
-    """The master of each bucket's shard, put together; None if an element is missing.
+    """Assembles the master of each bucket's shard from a checkpoint; None if an element is missing.
 
-    Padding between parameters stays as it is in the parameter buffer.
+    Padding between parameters is taken from the parameter buffer.
 
     Args:
         buckets: the lossy ones.
-        parts: of `LossyBucket.pieces`; NaN where a checkpoint had nothing.
+        parts: (name, offset) of a slice in `LossyBucket.pieces` -> its master; NaN where the
+            checkpoint had nothing.
     """
     masters = []
     for bucket in buckets:
@@ -96,7 +99,7 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
 
 
 def watch_updates(buckets: Sequence[LossyBucket], optimizer: Any) -> list[WrappedMethod]:
-    """Tells lossy gathers when the optimizer changes their shards, until the wraps are closed.
+    """Wraps the optimizer's updates: lossy gathers are notified before and after each of them.
 
     Args:
         buckets: the lossy ones.
@@ -106,15 +109,14 @@ def watch_updates(buckets: Sequence[LossyBucket], optimizer: Any) -> list[Wrappe
     for link in chain_of(optimizer) if buckets else ():
         spans = optimizer_spans(link)
         # Only the gathers of buckets that this optimizer of the chain changes.
-        gathers = [bucket.gather for bucket in buckets]
-        gathers = [gather for gather in gathers if _elements_in(gather.own_shard, spans)]
+        gathers = [each.gather for each in buckets if _elements_in(each.gather.own_shard, spans)]
         if gathers:
             wrapped.append(WrappedMethod(link, UPDATE, _watched(gathers)))
     return wrapped
 
 
 def _watched(gathers: Sequence[LossyGather]) -> Callable[..., bool]:
-    """Wraps an optimizer's update: gathers learn when it begins, and whether it was accepted."""
+    """Returns a wrapper for an optimizer's update that notifies `gathers` before and after it."""
 
     def watched_update(update: Callable[[], bool]) -> bool:
         for gather in gathers:
@@ -133,9 +135,9 @@ def chain_of(optimizer: Any) -> list[Any]:
 
 
 def optimizer_spans(optimizer: Any) -> dict[int, int]:
-    """Address -> elements of the fp32 parameters that an optimizer changes.
+    """Returns the fp32 parameters that an optimizer changes: memory address -> number of elements.
 
-    Without those of precision-aware optimizers, which keep parameters in another precision beside.
+    Leaves precision-aware optimizers out: their masters may be in another precision, elsewhere.
     """
     spans = {}
     for link in chain_of(optimizer):
@@ -156,9 +158,10 @@ def _elements_in(shard_M: torch.Tensor, spans: Mapping[int, int]) -> int:
 
 
 def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | None:
-    """Why a group's fp32 buckets cannot be gathered lossily; None if they can.
+    """Returns why a group's fp32 buckets cannot be gathered lossily; None if they can.
 
-    They can if every parameter in this rank's shard is itself the optimizer's master.
+    They can if every parameter in this rank's shard is itself the optimizer's master. Buckets of
+    another dtype are gathered exactly, and are not looked at.
 
     Args:
         group: a bucket group that can be gathered exactly.

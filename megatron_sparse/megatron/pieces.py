@@ -22,10 +22,10 @@ PIECE_NUMEL, PIECE_NUMEL_PER_RANK = 40_000_000, 1_000_000
 
 
 def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
-    """The bucket itself; or, if it is large, compressed and on a GPU, pieces of it.
+    """Cuts a bucket into pieces if it is large, compressed and on a GPU; else returns it alone.
 
-    A piece is a view of the bucket's gradients, and ends with the parameter that makes it long
-    enough.
+    A piece is a bucket over a view of the gradients. It consists of whole parameters, as few as
+    reach `PIECE_NUMEL` elements, or `PIECE_NUMEL_PER_RANK` for each rank if that is more.
 
     Example:
         With `PIECE_NUMEL`, 40 million, a bucket of 90 million elements in parameters of 10 million
@@ -40,15 +40,15 @@ def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
         is_last = index + 1 == len(bucket.parameters)
         if is_last or parameter.stop - start >= enough:
             stop = bucket.numel if is_last else parameter.stop  # the last one has the padding
-            # Their places count from the piece's first element.
-            moved = tuple(
-                replace(moving, start=moving.start - start, stop=moving.stop - start)
-                for moving in bucket.parameters[first : index + 1]
+            # A piece's slices count from its own first element.
+            slices = tuple(
+                replace(each, start=each.start - start, stop=each.stop - start)
+                for each in bucket.parameters[first : index + 1]
             )
             name = f"{bucket.name}.{len(pieces)}"
             gradients = bucket.grad_N[start:stop]
             pieces.append(
-                replace(bucket, name=name, grad_N=gradients, parameters=moved, layouts={})
+                replace(bucket, name=name, grad_N=gradients, parameters=slices, layouts={})
             )
             start, first = stop, index + 1
     return pieces

@@ -75,17 +75,16 @@ class Plugin:
         self._optimizer_bound = False
         self._saves_sharded = False  # whether a save that takes the plugin's state is running
         self._originals: dict[str, Callable[..., Any]] = {}
-        for name in _HOOKED:  # the method `_NAME` takes the place of Megatron's function NAME
+        # Replaces each hooked function NAME of `megatron.training.training` by the method `_NAME`.
+        for name in _HOOKED:
             self._originals[name] = getattr(host, name)
             setattr(host, name, getattr(self, f"_{name}"))
 
     def post_wrap_hook(self, chunks: list[Any]) -> list[Any]:
-        """For the `post_wrap_hooks` of a model's configuration: attaches to the DDP-wrapped chunks.
+        """Attaches the plugin to DDP-wrapped chunks; returns them. For Megatron's post_wrap_hooks.
 
-        Chunks of another model, as of a second `pretrain` in this process, end the first
-        attachment: its summary and plan are written, its residual is dropped.
-
-        Returns the chunks as they are.
+        If the plugin is attached to another model, as after a first `pretrain` in this process,
+        that attachment ends: its summary and plan are written, its residual is dropped.
         """
         if self.attachment is not None:
             known = map(id, self.attachment.chunks)
@@ -101,7 +100,7 @@ class Plugin:
         return chunks
 
     def close(self) -> None:
-        """Writes the run's summary and plan and gives Megatron its functions back. Idempotent."""
+        """Restores Megatron's functions, and writes the run's summary and plan. Idempotent."""
         global _installed
         for name, original in self._originals.items():
             setattr(host, name, original)
@@ -128,7 +127,7 @@ class Plugin:
             self.attachment = None
 
     def _make_telemetry(self) -> RunTelemetry:
-        """Telemetry for the run's files and the dashboards that Megatron has opened here."""
+        """Makes the telemetry: the run's files, and dashboards that Megatron has opened here."""
         sinks: list[ScalarSink] = []
         if writer := get_tensorboard_writer():
             sinks.append(TensorBoardSink(writer))
@@ -142,12 +141,12 @@ class Plugin:
             sinks=sinks,
             resolved_config=config,
             iterations=_arguments().train_iters,
-            # A configuration comes from `megatron-sparse train`, which has locked the folder.
+            # A `resolved_config` comes from `megatron-sparse train`, which has locked the folder.
             locks=self._resolved_config is None,
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's function, after a check of its settings and a warning of what is not saved."""
+        """Checks Megatron's arguments, then calls its `setup_model_and_optimizer`."""
         arguments = _arguments()
         refusals.check_arguments(arguments, self.config.compression.residual_checkpoint)
         if arguments.save and arguments.ckpt_format != refusals.OWN_FORMAT and _is_writer():
@@ -155,10 +154,10 @@ class Plugin:
         return self._originals["setup_model_and_optimizer"](*args, **kwargs)
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's optimizer; its steps are watched, and it saves the plugin's state too."""
+        """Returns Megatron's optimizer, with its `step` and its `sharded_state_dict` wrapped."""
         original = self._originals["get_megatron_optimizer"]
         bound = inspect.signature(original).bind(*args, **kwargs)
-        # Changes nothing where the model's own hook has attached already.
+        # Does nothing if the model's `post_wrap_hooks` have attached it already.
         self.post_wrap_hook(bound.arguments["model_chunks"])
         optimizer = original(*args, **kwargs)
         assert self.attachment is not None
@@ -171,7 +170,7 @@ class Plugin:
         return optimizer
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One iteration of Megatron's, timed and reported to telemetry; returns its result."""
+        """Runs Megatron's training step, times it for the telemetry, and returns its result."""
         if not self._optimizer_bound:
             raise HostError(
                 "the plugin is installed but not attached",
@@ -198,7 +197,10 @@ class Plugin:
     def _end_iteration(
         self, result: tuple[Any, ...], iteration_s: float, learning_rate: float
     ) -> None:
-        """Passes the step to telemetry. Reads the loss on the host, after the optimizer's sync."""
+        """Passes an iteration to the telemetry; `result` is that of Megatron's `train_step`.
+
+        Reading the loss waits for no GPU work: the optimizer's step has read the gradient's norm.
+        """
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None
         assert self.attachment is not None
@@ -226,7 +228,7 @@ class Plugin:
             )
 
     def _residual_scalars(self) -> dict[str, float]:
-        """The residual's norm: reads the residual once, and the result on the host."""
+        """Returns the residual's norm, also relative to the gradient's, as dashboard metrics."""
         assert self.attachment is not None
         norm = self.attachment.residual_norm()
         scalars = {"compression/residual_norm": norm}
@@ -235,14 +237,14 @@ class Plugin:
         return scalars
 
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's save, with the plugin's state if the format can hold it."""
+        """Calls Megatron's save; adds the plugin's state if the checkpoint's format can hold it."""
         if self.telemetry is not None:  # None with --skip-train, which may convert a checkpoint
-            # A run that is killed goes on from here, and must have the lines of what is done.
+            # A killed run resumes from here: its files must have all iterations up to here.
             self.telemetry.flush()
         arguments = _arguments()
         is_temporary = bool(kwargs.get("non_persistent_ckpt"))
         is_local = is_temporary and arguments.non_persistent_ckpt_type == "local"
-        # While it is set, the optimizer's state gets the plugin's (`checkpoint.save_with`).
+        # Read by the hook in `_get_megatron_optimizer`, which then adds the plugin's state.
         self._saves_sharded = arguments.ckpt_format == refusals.OWN_FORMAT and not is_local
         if is_local:
             logger.warning("local checkpoints do not hold the residual")
@@ -254,7 +256,7 @@ class Plugin:
             self._saves_sharded = False
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's load, then the plugin's from the same folder; returns Megatron's result.
+        """Calls Megatron's load, then loads the plugin's state from the same checkpoint.
 
         Raises:
             CheckpointError: files of the checkpoint are damaged.
@@ -264,12 +266,12 @@ class Plugin:
             result = original(*args, **kwargs)
             bound = inspect.signature(original).bind(*args, **kwargs)
             bound.apply_defaults()
-            folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
+            folder = getattr(_arguments(), bound.arguments["load_arg"])  # e.g. "load"
             iteration = result[0]
             loaded = _loaded_checkpoint(folder, iteration) if folder else None
             if loaded is not None and self.attachment is not None:
                 checkpoint.load(self.attachment, loaded, iteration)
-        except CheckpointException as error:  # torch's
+        except CheckpointException as error:  # torch's, with (exception, traceback) by rank
             reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(
                 "the checkpoint cannot be read",
@@ -282,7 +284,7 @@ class Plugin:
 
 
 def _write_plan(run_dir: Path, attachment: Attachment, trials: dict[str, Any] | None) -> None:
-    """Writes `plan.json`: the plan of each bucket for the next step, and the reason."""
+    """Writes `plan.json`: for each bucket how the next step would compress it, and why."""
     plan = {"step": attachment.step, "buckets": attachment.plan_rows()}
     if trials is not None:
         plan["trials"] = trials
@@ -290,7 +292,7 @@ def _write_plan(run_dir: Path, attachment: Attachment, trials: dict[str, Any] | 
 
 
 def _timed(forward_backward: Callable[..., Any], telemetry: RunTelemetry) -> Callable[..., Any]:
-    """Wraps Megatron's function: records its seconds, less its waits for buckets, as a stage."""
+    """Wraps `forward_backward`: records its seconds, without the waits for communication."""
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start_s, waited_s = time.perf_counter(), telemetry.waited_s
@@ -309,12 +311,12 @@ def throughput(
     iteration_s: float,
     operations_of: Callable[[Any, int], float] | None,
 ) -> dict[str, float]:
-    """The rates of an iteration, as fields of its breakdown.
+    """Computes the throughput of an iteration, as fields of its breakdown.
 
     Args:
         arguments: Megatron's.
         microbatches: of each rank in this iteration.
-        iteration_s: its wall-clock seconds.
+        iteration_s: the iteration's wall-clock seconds.
         operations_of: Megatron's `num_floating_point_operations`, which counts the operations of a
             global batch from the model's shape; None leaves their rate out, as on a CPU.
 
@@ -335,23 +337,24 @@ def _arguments() -> Any:
 
 
 def _loaded_checkpoint(folder: str, iteration: int) -> Path | None:
-    """The checkpoint that Megatron loaded from `folder`, or a temporary one; None for none.
+    """Returns the folder of the checkpoint that Megatron has loaded; None if it loaded none.
 
-    Its load has returned `iteration`: with `--override-ckpt-iteration` that of the flag.
+    `folder` has the run's checkpoints; temporary ones may be elsewhere. `iteration` is what
+    Megatron's load returned: with `--override-ckpt-iteration` only the value of that flag.
     """
     arguments = _arguments()
     own, *temporary = checkpoint_folder.with_temporary(Path(folder), vars(arguments))
     if getattr(arguments, "override_ckpt_iteration", None) is not None:
-        # Megatron takes the newer one, and does not keep the number of a temporary one.
+        # Megatron loads the newest; of a temporary checkpoint it does not store the iteration.
         saved = [get_loaded_iteration(), *map(checkpoint_folder.tracked, temporary)]
         iteration = max(each or 0 for each in saved)
-    if iteration <= 0:  # -1 for none
+    if iteration <= 0:  # -1: nothing was loaded
         return None
-    places = [
+    candidates = [
         Path(get_checkpoint_name(str(each), iteration, return_base_dir=True))
         for each in (own, *temporary)
     ]
-    return next((place for place in places if place.is_dir()), places[-1])
+    return next((each for each in candidates if each.is_dir()), candidates[-1])
 
 
 def _is_writer() -> bool:
@@ -372,12 +375,12 @@ def install(
         config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         run_dir: folder for summary, breakdown and plan; None writes no files. When Megatron has
             built the model, the last rank locks it, or raises a ConfigError if another run has it.
-        resolved_config: of `megatron-sparse train`, which holds that lock; goes into the summary.
+        resolved_config: of `megatron-sparse train`, which has locked `run_dir`; for the summary.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Returns:
-        The plugin; call `close()` after `pretrain` to write the summary. A second `pretrain` in the
-        process, without it, ends the first attachment and attaches to the new model.
+        The plugin; call `close()` after `pretrain` to write the summary. Without `close`, a second
+        `pretrain` in the process ends the first attachment and attaches to the new model.
 
     Raises:
         HostError: Megatron lacks a function that the plugin hooks (see `megatron-sparse doctor`).

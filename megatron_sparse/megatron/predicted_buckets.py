@@ -1,8 +1,8 @@
-"""The gradient buckets that Megatron will make for a run, before it has built the model.
+"""Predicts the gradient buckets that Megatron will make for a run, before it builds the model.
 
-For a rank of the first pipeline stage, which has the embeddings. Parameters are those of the
-`model` section, and of the `megatron` section's pattern of layers; its other flags are not
-followed. Their order is that of Megatron's modules, and the cut into buckets follows its rule
+For a rank of the first pipeline stage, which has the embeddings. The parameters follow from the
+configuration's section `model` and from `megatron.hybrid_layer_pattern`; other `megatron` flags
+are ignored. Their order is that of Megatron's modules, and the cut into buckets follows its rule
 (`ParamAndGradBuffer` and, with padding, `DistributedOptimizer`): from the last parameter to the
 first one, a bucket ends when it has `bucket_size` elements. Imports no megatron and allocates
 nothing.
@@ -29,11 +29,11 @@ PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 
 
 class PredictedParameter(NamedTuple):
-    """A parameter of a rank.
+    """A parameter on one rank.
 
     Attributes:
         name: as in Megatron's model.
-        shape: of this rank's part.
+        shape: of this rank's shard.
         replicated: whether tensor-parallel ranks hold copies of it.
     """
 
@@ -48,7 +48,7 @@ class PredictedParameter(NamedTuple):
 
 
 def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedParameter]:
-    """The parameters of a rank of the first pipeline stage, in the order of Megatron's modules.
+    """Lists the parameters of a first-stage rank, in the order of Megatron's modules.
 
     Args:
         config: the run.
@@ -56,9 +56,9 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
     """
     model, tensor_ranks = config.model, config.training.tensor_parallel
     stages, hidden = config.training.pipeline_parallel, model.hidden_size
-    # Padded for all tensor-parallel ranks, each of which has an equal part.
+    # Rows of the embedding on each tensor-parallel rank, which divides the padded vocabulary.
     vocabulary = _up(vocab_size, VOCABULARY_MULTIPLE * tensor_ranks) // tensor_ranks
-    copied = tensor_ranks > 1  # parameters that are not sharded
+    copied = tensor_ranks > 1  # `replicated`, for parameters that are not sharded
     found = [PredictedParameter("embedding.word_embeddings.weight", (vocabulary, hidden))]
     if model.position_embedding_type == "learned_absolute":
         name = "embedding.position_embeddings.weight"
@@ -73,7 +73,7 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
 
 
 def _layers(config: RunConfig, stages: int) -> list[str]:
-    """The kinds of each layer of the first stage: attention (*), MLP (-)."""
+    """Returns what each layer of the first stage consists of: attention (*), MLP (-), or both."""
     pattern = config.megatron.get("hybrid_layer_pattern")
     if pattern is not None:
         return list(pattern.split("|")[0])  # | separates pipeline stages
@@ -83,18 +83,18 @@ def _layers(config: RunConfig, stages: int) -> list[str]:
 def _layer(
     prefix: str, kinds: str, model: ModelConfig, tensor: int
 ) -> Iterator[PredictedParameter]:
-    """The parameters of one layer on a tensor-parallel rank.
+    """Yields the parameters of one layer on a tensor-parallel rank.
 
     Args:
-        prefix: of their names.
-        kinds: of its parts: attention (*), MLP (-).
+        prefix: of the parameters' names.
+        kinds: what the layer consists of: attention (*), MLP (-), or both.
         model: the sizes.
-        tensor: tensor-parallel ranks.
+        tensor: number of tensor-parallel ranks.
     """
-    # Each rank has a part of most weights, and a copy of all norms and of some biases.
+    # Tensor-parallel ranks shard most weights, and hold copies of all norms and of some biases.
     hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
     head_width = hidden // model.num_attention_heads
-    # Queries have all heads; keys and values have one for each query group.
+    # Queries have a head each; keys and values have one head for each query group.
     qkv_rows = hidden + 2 * model.query_groups * head_width
     if "*" in kinds:
         yield from _norm(f"{prefix}.input_layernorm", hidden, copied=copied)
@@ -119,7 +119,7 @@ def _linear(name: str, shape: tuple[int, int], *, copied: bool = False) -> list[
 
 
 def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
-    """The buckets of a rank of the first pipeline stage, with gradients that have no memory.
+    """Predicts the buckets of a rank of the first pipeline stage; their gradients have no memory.
 
     Args:
         config: the run; `cluster.device` and `training.precision` must be decided.
@@ -129,20 +129,14 @@ def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
     instances = int(config.megatron.get("num_distributed_optimizer_instances") or 1)
     ranks = config.data_parallel // instances
     parameters = predicted_parameters(config, vocab_size)
-    # Tied embeddings whose other copy is on the last stage get a bucket of their own.
+    # Megatron puts tied embeddings alone into a bucket if the last stage has the other copy.
     apart = sharded and config.model.tied_embeddings and config.training.pipeline_parallel > 1
     parameter_filter, dtype = ParameterFilter(config.compression), _gradient_dtype(config)
     buckets: list[Bucket] = []
     for placed in _cut(parameters, _bucket_numel(config), aligned=sharded, first_apart=apart):
         pieces = tuple(
-            parameter_filter.slice_of(
-                parameter.name,
-                start,
-                start + parameter.numel,
-                parameter.shape,
-                parameter.replicated,
-            )
-            for parameter, start in placed
+            parameter_filter.slice_of(p.name, start, start + p.numel, p.shape, p.replicated)
+            for p, start in placed
         )
         numel = pieces[-1].stop
         size = _up(numel, math.lcm(ranks, BUCKET_ALIGNMENT)) if sharded else numel
@@ -161,16 +155,16 @@ type _Placed = list[tuple[PredictedParameter, int]]
 def _cut(
     parameters: list[PredictedParameter], most: float, *, aligned: bool, first_apart: bool
 ) -> list[_Placed]:
-    """Cuts the parameters into buckets, from the last one to the first.
+    """Cuts the parameters into buckets, from the last parameter to the first.
 
     Args:
         parameters: in the order of Megatron's modules.
-        most: a bucket ends when it has so many elements.
+        most: a bucket ends when it has at least so many elements.
         aligned: parameters begin at multiples of `PARAMETER_ALIGNMENT`.
-        first_apart: the first parameter has a bucket of its own.
+        first_apart: the first parameter is alone in a bucket.
     """
     buckets: list[_Placed] = [[]]
-    stop = 0  # of the last bucket
+    stop = 0  # elements in the last bucket so far
     for index, parameter in reversed(list(enumerate(parameters))):
         is_apart = first_apart and index == 0
         if buckets[-1] and (stop >= most or is_apart):
@@ -183,7 +177,7 @@ def _cut(
 
 
 def may_undo(config: RunConfig) -> bool:
-    """Whether Megatron may skip or repeat a step of this run, or divide by a step's tokens."""
+    """Whether Megatron may skip or repeat a step of this run, or divides by a step's tokens."""
     flags = config.megatron
     reruns = flags.get("rerun_mode") != "disabled"  # Megatron's default is another mode
     per_token = bool(flags.get("calculate_per_token_loss"))
@@ -193,15 +187,15 @@ def may_undo(config: RunConfig) -> bool:
 
 
 def _bucket_numel(config: RunConfig) -> float:
-    """From how many elements on a bucket ends (`resolve_ddp_bucket_size`)."""
+    """Returns how many elements end a bucket, as Megatron's `resolve_ddp_bucket_size`."""
     if not config.training.overlap_grad_reduce:
-        return math.inf
+        return math.inf  # one bucket for all gradients
     given = config.megatron.get("ddp_bucket_size")
     return int(given or max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * config.data_parallel))
 
 
 def _gradient_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of Megatron's gradient buffers: fp32, unless flags ask for the model's own."""
+    """Returns the dtype of Megatron's gradient buffers: fp32, unless flags choose the model's."""
     precision, flags = config.training.precision, config.megatron
     in_fp32 = flags.get("accumulate_allreduce_grads_in_fp32")
     narrow = flags.get("main_grads_dtype", "fp32") != "fp32" and not in_fp32

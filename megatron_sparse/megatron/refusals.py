@@ -131,11 +131,11 @@ def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) ->
         saves: whether the run saves checkpoints.
 
     Raises:
-        ConfigError: residuals are to be saved, in a format that cannot hold them, or under the
-            assumption that every checkpoint of a run has the same tensors: a bucket has a residual
+        ConfigError: residuals are to be saved, but the format cannot hold them, or Megatron is to
+            assume that every checkpoint of a run has the same tensors: a bucket has a residual
             only after its first selection.
     """
-    if mode == "none":
+    if mode == "none":  # residuals are not saved
         return
     found = settings.get("ckpt_format", OWN_FORMAT)
     if saves and found != OWN_FORMAT:
@@ -156,17 +156,16 @@ def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) ->
 
 
 def section_errors(section: Mapping[str, Any]) -> list[ConfigError]:
-    """An error for each refused setting that the `megatron:` section of a run turns on."""
+    """Returns an error for each refused setting that the `megatron:` section of a run turns on."""
     return [
         ConfigError(
             f"megatron.{refusal.key} {refusal.reason}",
             expected=refusal.expected,
-            got=f"megatron.{key}={value}",
+            got=f"megatron.{refusal.key}={section[refusal.key]}",
             remedy="leave the key out, or train without the plugin: plugin=false",
         )
         for refusal in REFUSALS
-        for key, value in section.items()
-        if key == refusal.key and refusal.is_on(value)
+        if refusal.key in section and refusal.is_on(section[refusal.key])
     ]
 
 

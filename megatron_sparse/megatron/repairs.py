@@ -1,4 +1,4 @@
-"""Repairs of megatron-core 0.19 as it comes from PyPI, on CPU and GPU alike.
+"""Repairs of bugs in megatron-core 0.19 from PyPI, on CPU and GPU alike.
 
 The wheel has the compiled index builder of the datasets, but not the Makefile that Megatron calls
 at every start. Without Transformer Engine and Apex the optimizer is `torch.optim.AdamW`, with which
@@ -46,9 +46,9 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[[], None]:
-    """Wraps `compile_helpers`, which fails with the wheel: it has the library, but no Makefile.
+    """Wraps `compile_helpers`: does not compile where the library exists and a Makefile does not.
 
-    It still compiles in a checkout of Megatron-LM.
+    That is Megatron's wheel, with which `compile_helpers` would fail. A checkout still compiles.
 
     Args:
         compile_helpers: runs `make` in `source`; exits the process when that fails.
@@ -64,10 +64,10 @@ def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[
 
 
 def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an optimizer's `state_dict`: makes Adam's state before it is read.
+    """Wraps an optimizer's `state_dict`: first gives a fresh Adam the state of step 0.
 
-    `state_dict` asserts that all parameters are at one step, and a fresh torch Adam has no step
-    at all; loading a checkpoint begins with the state dict of a fresh optimizer.
+    To load a checkpoint, Megatron first takes the state dict of a fresh optimizer. `state_dict`
+    asserts that all parameters have the same `step`, but a fresh torch Adam has no `step` at all.
     """
 
     @functools.wraps(state_dict)
@@ -87,19 +87,19 @@ def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `sharded_state_dict`: SGD gets momentum buffers, into which a checkpoint is loaded.
+    """Wraps `sharded_state_dict`: creates SGD's momentum buffers, to load a checkpoint into.
 
-    Megatron calls `init_state_fn` for it, which is None for SGD. Any other optimizer without one
-    keeps Megatron's error, because the shape of its state is unknown here.
+    Megatron creates an optimizer's state by its `init_state_fn`, which is None for SGD. Any other
+    optimizer without one keeps Megatron's error: the shape of its state is unknown here.
     """
 
     def init_state(sgd: Any, config: Any) -> None:
-        """The missing `init_state_fn`: makes a buffer of zeros for each parameter with momentum."""
+        """Makes a momentum buffer of zeros for each parameter, if its group has momentum."""
         for group in sgd.param_groups:
             if not group["momentum"]:
                 continue
             for parameter in group["params"]:
-                # Zero is right: the first step makes it momentum * 0 + gradient.
+                # Same as no buffer: the first step makes it momentum * 0 + gradient.
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @functools.wraps(sharded_state_dict)
@@ -114,20 +114,20 @@ def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]
 
 
 def without_grad(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Loads without recording gradients.
+    """Wraps `load_state_dict`: runs it under `torch.no_grad`.
 
-    In fp32 the main parameters are views of the model's leaves, and autograd forbids to write to
-    those in place.
+    In fp32 the main parameters are views of the model's parameters, and with gradients enabled
+    autograd refuses in-place writes to views of leaves.
     """
     return torch.no_grad()(load_state_dict)
 
 
 def with_own_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `load_state_dict`: each parameter gets its group's step, in a tensor of its own.
+    """Wraps `load_state_dict`: gives each parameter its group's step, in a separate tensor.
 
-    `load_state_dict` gives all parameters one and the same tensor, to which torch's Adam then adds
-    one for each parameter; and the parameter state that is loaded afterwards overwrites it with
-    the step of the template, 0.
+    Megatron gives all parameters the same `step` tensor, to which torch's Adam then adds one for
+    each parameter. And when it loads the parameters' state, it overwrites that tensor with the
+    step of the fresh optimizer, 0.
     """
 
     @functools.wraps(load_state_dict)

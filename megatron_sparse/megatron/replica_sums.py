@@ -1,7 +1,8 @@
-"""Sums over ranks that hold copies of a parameter, but compute parts of its gradient each.
+"""Repeats Megatron's sums over ranks that hold copies (replicas) of the same parameter.
 
-After the sum over the data-parallel ranks, Megatron's `finalize_model_grads` adds up some gradients
-once more, so that all copies of the parameter stay the same:
+Each of these ranks computes a part of the parameter's gradient. After the sum over the
+data-parallel ranks, Megatron's `finalize_model_grads` adds these parts up, so that the copies of
+the parameter stay the same:
 
 | parameter | ranks |
 |---|---|
@@ -9,7 +10,7 @@ once more, so that all copies of the parameter stay the same:
 | `sequence_parallel`, e.g. norms; norms of queries and keys | tensor-parallel |
 | `average_gradients_across_tp_domain` | tensor-parallel, averaged |
 
-A change that is made to the gradients later must be added up in the same way.
+What the plugin adds to a gradient after that must be summed in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.core import parallel_state
 
 
 class ReplicaSum(NamedTuple):
-    """A sum or an average of Megatron's: of which gradient, over which ranks."""
+    """A sum or an average of one parameter's gradient over a group of ranks."""
 
     parameter: Any
     group: Any
@@ -33,13 +34,13 @@ class ReplicaSum(NamedTuple):
 
 @contextlib.contextmanager
 def summed_over_replicas(chunks: Sequence[Any]) -> Iterator[None]:
-    """Sums what its block adds to the chunks' gradients as Megatron has summed the gradients.
+    """Sums what the `with` block adds to gradients over the ranks that hold copies of a parameter.
 
-    Values from before the block are not summed again. Collective over the ranks that hold copies.
-    Copies those gradients while in the block, which must only add to them.
+    What the gradients held before is summed already. It is set aside, so the block finds zeros,
+    and must only add. Collective over the ranks that hold copies.
     """
     sums = replica_sums(chunks)
-    # By parameter, because more than one sum may be of the same gradient.
+    # By parameter, because a gradient may be summed twice, over different ranks.
     gradients = {each.parameter: each.parameter.main_grad for each in sums}
     before = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     for gradient in gradients.values():
@@ -52,9 +53,9 @@ def summed_over_replicas(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def replica_sums(chunks: Sequence[Any]) -> list[ReplicaSum]:
-    """What Megatron adds up, in its order: the same on all ranks of a group."""
-    over_tensor, over_stages = [], []
-    # Torch has a number in place of a group for ranks that are not in it.
+    """Lists the sums of `finalize_model_grads`, in its order: the same on all ranks of a group."""
+    over_tensor, over_stages = [], []  # tensor-parallel ranks; first and last pipeline stage
+    # Any: on ranks outside a group torch has a number in the group's place.
     embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
     is_in_stages = embedding is not None and dist.get_world_size(embedding) > 1
     for chunk in chunks:
@@ -70,7 +71,7 @@ def replica_sums(chunks: Sequence[Any]) -> list[ReplicaSum]:
 
 
 def _tensor_parallel_op(name: str, parameter: torch.nn.Parameter, config: Any) -> Any:
-    """How a gradient is combined over the tensor-parallel ranks; None if it is not."""
+    """Returns the operation that combines a gradient over tensor-parallel ranks; None if none."""
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return dist.ReduceOp.AVG
     is_norm_of_heads = "q_layernorm" in name or "k_layernorm" in name

@@ -1,22 +1,23 @@
-"""Checks the `megatron:` section of a run before a rank starts; all its mistakes at once.
+"""Checks the `megatron:` section of a run before a rank starts; reports all mistakes at once.
 
-The quick checks need no import of megatron, and a rank makes them too. The launcher also asks
-Megatron: its parser knows each flag and value, and its own validation, run with the section and
-without, shows which key changes what a key of our own sections has set: by another name of the same
-flag (`use_rotary_position_embeddings`), or by a file (`yaml_cfg`). What Megatron's layers would
-refuse in a rank is checked with it.
+The section holds Megatron's own flags. Flags that *keys of ours*, in the run's other sections, set
+are *owned*: the section may not set them. The quick checks need no import of megatron, and a rank
+makes them too. The launcher also runs Megatron's parser, which knows each flag and value, and
+Megatron's validation, with the section and without: that shows which key changes an owned flag by
+another name (`use_rotary_position_embeddings`) or by a file (`yaml_cfg`). What Megatron's layers
+would refuse in a rank is checked, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
-import itertools
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ _NOT_FOLLOWED = {
 """Flags that do not work in `train`, and what to know; megatron-core 0.19 ignores the first."""
 _OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
 _DATA = "data"
-"""Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
+"""Key in `_validated`'s result for the data files that Megatron's arguments name, in any way."""
 TITLE = "the megatron: section cannot be used"
 
 
 def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
-    """The errors that each key of the section shows by itself; without an import of megatron."""
+    """Returns the errors that are visible from one key alone, without an import of megatron."""
     section = config.megatron
     found: list[MegatronSparseError] = [*arguments.owned_errors(section)]
     if config.plugin:
@@ -56,7 +57,7 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
                 remedy="install it, or leave the key out",
             )
             for name, value in section.items()
-            # As the value of transformer_impl, or by a flag of its own.
+            # Either `transformer_impl: transformer_engine`, or a flag that only works with it.
             if value == "transformer_engine" or (value and name in _OF_TRANSFORMER_ENGINE)
         ]
     found += [
@@ -64,9 +65,9 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
             f"megatron.{name} does not work in megatron-sparse train",
             expected="a flag that it follows",
             got=f"megatron.{name}={section[name]}",
-            remedy=f"leave it out; {other}",
+            remedy=f"leave it out; {alternative}",
         )
-        for name, other in _NOT_FOLLOWED.items()
+        for name, alternative in _NOT_FOLLOWED.items()
         if section.get(name) not in (None, False)
     ]
     return found
@@ -96,27 +97,13 @@ def check(
         config, Path("run"), vocab_size=vocab_size, data_prefix=data_prefix
     )
     if "context_parallel_size" in config.megatron:
-        # The batch may fit only with it, and the checks below try without.
+        # The batch size may fit only with that key, and the checks below also try without it.
         del derived["global_batch_size"]
-    found: list[MegatronSparseError] = []
-    # The keys that pass alone; and for every key the one of our own sections that sets the same.
-    section, owners = {}, {}
-    for key, value in config.megatron.items():
-        owners[key] = arguments.owner(key, value)
-        refused = quick_errors(dataclasses.replace(config, megatron={key: value}))
-        try:
-            arguments.command_line(derived, {key: value}, parser)
-        except ConfigError as error:
-            refused.append(error)
-        found += refused
-        # Owned flags, which have one error for that, stay: the others are checked as if our keys
-        # had these values.
-        harmless = 0 if owners[key] is None else 1
-        if len(refused) == harmless:
-            section[key] = value
+    found, section = _checked_alone(config, derived, parser)
+    owners = {key: arguments.owner(key, value) for key, value in section.items()}
     words = arguments.command_line(derived, {}, parser)
     ranks = config.cluster.nodes * config.cluster.ranks_per_node
-    # Megatron asks for one connection with tensor parallelism, which the section may name.
+    # Megatron demands one connection with tensor parallelism, which the section may turn on.
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     variables |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     # Without the section: the arguments as parsed, and after Megatron's validation.
@@ -124,8 +111,9 @@ def check(
     if isinstance(baseline, ConfigError):
         raise_together(TITLE, found)
         raise baseline
-    # What our keys set and the validation keeps: no key of the section may change it. What Megatron
-    # computes may follow from the section, as the width of an MLP from `swiglu`.
+    # Names in Megatron's arguments that no key of the section may change, each with the key of ours
+    # that sets it. Not those that Megatron's validation computes: they may follow from the section,
+    # as the width of an MLP from `swiglu`.
     owned = {_DATA: "data.prefix"} | {
         dest: key
         for dest, key in arguments.owned_dests(parser).items()
@@ -133,10 +121,10 @@ def check(
     }
 
     def errors(keys: list[str]) -> list[MegatronSparseError]:
-        """What is wrong with these keys of the section together; the texts name the last one."""
+        """Validates these keys of the section together; the errors name the last key."""
         words = arguments.command_line(derived, {key: section[key] for key in keys}, parser)
         validated = _validated(words, variables)
-        told = {owners[key] for key in keys}  # keys of ours that have an error already
+        reported = {owners[key] for key in keys}  # `found` has an error for each of these
         name = f"megatron.{keys[-1]}={section[keys[-1]]}"
         if isinstance(validated, ConfigError):
             refused = f"Megatron refuses {name}: {validated.got}"
@@ -149,42 +137,64 @@ def check(
                 remedy=f"leave it out, and set {key}",
             )
             for dest, key in owned.items()
-            if key not in told and validated.get(dest) != baseline.get(dest)
+            if key not in reported and validated.get(dest) != baseline.get(dest)
         ]
 
     fitting: list[str] = []
-    wrong: dict[str, list[MegatronSparseError]] = {}
-
-    def fit(keys: list[str]) -> None:
-        """Adds keys that fit to `fitting`, in order, and the errors of the others to `wrong`.
-
-        Halves a list that does not fit, until each wrong key stands alone: neighbours that need
-        each other, such as `account_for_*_in_pipeline_split`, are mostly tried together.
-        """
-        refused = errors([*fitting, *keys])
-        if not refused:
-            fitting.extend(keys)
-        elif len(keys) == 1:
-            wrong[keys[0]] = refused
-        else:
-            fit(keys[: len(keys) // 2])
-            fit(keys[len(keys) // 2 :])
-
-    if section:
-        fit(list(section))
-    to_retry = [key for key in wrong if owners[key] is None]
-    wrong.clear()
-    # A key that failed may need another that comes behind it: try once more beside all that fit.
-    for key in to_retry:
-        fit([key])
-    found += itertools.chain.from_iterable(wrong.values())
+    refused_keys = _fit(list(section), fitting, errors) if section else []
+    # A refused key may need a later one: try it once more, with all keys that fit.
+    for key in refused_keys:
+        if owners[key] is None:  # else `found` has an error for the key
+            refused = errors([*fitting, key])
+            found += refused
+            if not refused:
+                fitting.append(key)
     raise_together(TITLE, found)
+
+
+def _checked_alone(
+    config: RunConfig, derived: dict[str, object], parser: argparse.ArgumentParser
+) -> tuple[list[MegatronSparseError], dict[str, Any]]:
+    """Checks each key of the section by itself.
+
+    Returns:
+        The errors, and the keys to check together, with their values. A key whose only error is
+        that a key of ours sets the same flag is among them, because other keys may need its value.
+    """
+    found: list[MegatronSparseError] = []
+    section = {}
+    for key, value in config.megatron.items():
+        refused = quick_errors(dataclasses.replace(config, megatron={key: value}))
+        try:
+            arguments.command_line(derived, {key: value}, parser)
+        except ConfigError as error:
+            refused.append(error)
+        found += refused
+        is_owned = arguments.owner(key, value) is not None
+        if len(refused) == int(is_owned):  # `quick_errors` has one error for an owned flag
+            section[key] = value
+    return found, section
+
+
+def _fit(keys: list[str], fitting: list[str], errors: Callable[[list[str]], Any]) -> list[str]:
+    """Moves to `fitting` the keys that have no errors beside it; returns the other keys.
+
+    Halves a list that has errors, down to single keys: neighbours that need each other, such as
+    `account_for_*_in_pipeline_split`, are mostly tried together.
+    """
+    if not errors([*fitting, *keys]):
+        fitting.extend(keys)
+        return []
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    return [*_fit(keys[:half], fitting, errors), *_fit(keys[half:], fitting, errors)]
 
 
 def _validated(
     words: Sequence[str], variables: Mapping[str, str]
 ) -> dict[str, object] | ConfigError:
-    """Megatron's arguments after its validation, and its data under `_DATA`; or its refusal."""
+    """Returns Megatron's validated arguments by name, data files under `_DATA`; or its error."""
     from unittest import mock
 
     from megatron.training import arguments as host
@@ -197,26 +207,26 @@ def _validated(
             # Megatron reads the process's command line and environment.
             mock.patch.object(sys, "argv", [sys.argv[0], *words]),
             mock.patch.dict(os.environ, variables),
-            # It would make log writers, too.
+            # `set_global_variables` would open log writers.
             mock.patch.object(host, "set_global_variables"),
             cpu_mode.properties(),
             contextlib.redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(action="ignore"),  # ranks say them
+            warnings.catch_warnings(action="ignore"),  # the ranks will print them
         ):
             args = host.parse_and_validate_args()
             _check_layers(training.model_config_of(args).transformer)
-            # A blend in `data_path` is allowed: no key of ours can say it.
+            # `data_path` may be in the section: only there a blend of datasets can be given.
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)
     validated = {_DATA: data or (None, None), **vars(args)}
     if args.use_layer_wise_distributed_optimizer and "--use-distributed-optimizer" in words:
-        validated["use_distributed_optimizer"] = True  # Megatron has renamed what our key set
+        validated["use_distributed_optimizer"] = True  # Megatron clears it for its other flag
     return validated
 
 
 def _check_layers(config: Any) -> None:
-    """Raises what Megatron's layers refuse when a rank builds them, or in the first iteration."""
+    """Raises what Megatron's layers would raise in a rank, at their construction or first call."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -225,7 +235,8 @@ def _check_layers(config: Any) -> None:
         "experts with tensor parallelism need sequence_parallel"
     )
     if config.transformer_impl == "local":
-        # With `rms_norm` the provider gives this norm from then on, whatever is asked for.
+        # The norm's constructor raises. For RMSNorm it is made without the provider, which
+        # remembers `rms_norm` for later calls.
         of_rms = config.normalization == "RMSNorm"
         norm = WrappedTorchNorm if of_rms else LocalSpecProvider().layer_norm()
         norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

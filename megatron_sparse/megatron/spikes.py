@@ -1,12 +1,12 @@
-"""Gradients far above what is usual must not come back from the residual.
+"""Keeps a spike, a gradient with a far larger norm than usual, from filling the residual.
 
-Megatron clips after the sum. So of a spike, the part that was sent is clipped, but the part that
-was withheld is not: it would fill later steps, each of them clipped to the limit. Therefore a step
-whose norm is far above the running median enters the residual as if it had been clipped to that
-median: the residual moves from its old value towards its new one by median / norm.
+Megatron clips after the sum. So the selected elements of a spike are clipped, but those that stay
+in the residual are not: they would dominate later steps, each of them clipped to the limit.
+Therefore a step whose norm is far above the running median enters the residual as if it had been
+clipped to that median: the residual moves from its old value towards its new one by median / norm.
 
-Without clipping both parts stay as they are. Scaling needs the old residual, of which there is
-an undo copy (`ResidualStore.undo`).
+Without clipping nothing is scaled. Scaling needs the old residual, of which there is an undo copy
+(`ResidualStore.undo`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class UsualNorm:
         self.norms: deque[float] = deque(norms, WINDOW)
 
     def share(self, norm: float | None, step: int) -> float | None:
-        """How much of the step's change enters the residual; None: all of it.
+        """Adds a step's norm; returns which fraction of its change enters the residual.
+
+        None means all of it: the step is no spike, or there are too few norms for a median.
 
         Args:
-            norm: the gradient's; the same on every rank. None and 0 are unknown, and NaN is no
-                spike.
+            norm: the gradient's; the same on every rank. None and 0 are unknown; those, NaN and
+                infinity are not added.
             step: for the log.
 
         Example:

@@ -38,7 +38,7 @@ _KNOWN_NOISE = (
 
 @contextmanager
 def _own_lines() -> Iterator[None]:
-    """Shows what the plugin logs from INFO on, once, whatever handlers Megatron gives the root."""
+    """Prints what the plugin logs from INFO on, but not again by Megatron's root handlers."""
     logger, handler = logging.getLogger("megatron_sparse"), logging.StreamHandler()
     level_before, propagate_before = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -89,8 +89,8 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     derived = arguments.derived_flags(
         config, run_dir, vocab_size=vocab_size, data_prefix=data_prefix
     )
-    own = arguments.has_checkpoint(config, run_dir / arguments.CHECKPOINTS)
-    passed = arguments.passed_flags(config, own=own)
+    resumes = arguments.has_checkpoint(config, run_dir / arguments.CHECKPOINTS)
+    passed = arguments.passed_flags(config, own=resumes)
     command_line = arguments.command_line(derived, passed, arguments.megatron_parser())
     with hidden_from_wandb():
         megatron_args = _parse(command_line)
@@ -101,7 +101,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         from megatron_sparse.megatron import install
 
         plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))
-        # It attaches when Megatron has wrapped the model in DDP.
+        # Megatron calls the hook when it has wrapped the model in DDP: then the plugin attaches.
         model_config.post_wrap_hooks.append(plugin.post_wrap_hook)
     try:
         with _early_exit():
@@ -113,7 +113,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
                 store=store,
             )
     finally:
-        # Also when Megatron leaves early by sys.exit (--exit-interval, a signal).
+        # `finally`: Megatron may leave by sys.exit (--exit-interval, a signal).
         if plugin is not None:
             plugin.close()
     stopped_at = None if config.training.save_signal is None else _stopped_at()
@@ -151,7 +151,7 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
                 remedy="give the path without .bin, or choose data=code and make it: "
                 "megatron-sparse corpus --kind code --output data/code",
             )
-    wanted = config.model.vocab_size
+    wanted = config.model.vocab_size  # None: as large as the data's
     if wanted is not None and wanted < vocab_size:
         raise ConfigError(
             "the model's vocabulary is smaller than the data's",
@@ -163,7 +163,7 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
 
 
 def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
-    """Sets the variables that `wandb.init` reads. Megatron calls `wandb.init` on the last rank."""
+    """Sets the variables that `wandb.init` reads, on the last rank, where Megatron calls it."""
     if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
         return
     from megatron_sparse.telemetry.sinks import run_id, wandb_mode
@@ -171,19 +171,19 @@ def _set_wandb_environment(config: RunConfig, run_dir: Path) -> None:
     mode = wandb_mode(config.tracking)
     os.environ |= {"WANDB_MODE": mode, "WANDB_RUN_ID": run_id(run_dir / "wandb")}
     os.environ.setdefault("WANDB_SILENT", "true")
-    for place in ("CACHE", "DATA"):
-        # For each checkpoint Megatron writes there; a job's home may be read-only or full.
-        os.environ.setdefault(f"WANDB_{place}_DIR", str(run_dir / "wandb" / place.lower()))
+    for purpose in ("CACHE", "DATA"):
+        # Not in the home folder, which may be read-only or full: wandb writes at each checkpoint.
+        os.environ.setdefault(f"WANDB_{purpose}_DIR", str(run_dir / "wandb" / purpose.lower()))
     if mode == "online":
         os.environ["WANDB_RESUME"] = "allow"
     import wandb
 
-    # `wandb_mode` has set wandb up, and wandb reads the environment only then.
+    # wandb reads the environment once, at its setup, which `wandb_mode` has caused: undo that.
     wandb.teardown()
 
 
 def prepare_host(device: str) -> None:
-    """Makes `megatron.training` work on this machine, see `cpu_mode` and `repairs`. Idempotent.
+    """Imports `megatron.training` and patches it (`cpu_mode`, `repairs`). Idempotent.
 
     Raises:
         DependencyError: megatron-core with its training loop is not installed.
@@ -218,13 +218,13 @@ def import_host() -> None:
 
 
 def _parse(command_line: list[str]) -> Any:
-    """Megatron's parsed and validated arguments. Megatron also makes its log writers here."""
+    """Parses and validates Megatron's arguments. Megatron also opens its log writers here."""
     from unittest import mock
 
     from megatron.training.arguments import parse_and_validate_args
 
     try:
-        with mock.patch.object(sys, "argv", [sys.argv[0], *command_line]):  # Megatron reads no more
+        with mock.patch.object(sys, "argv", [sys.argv[0], *command_line]):
             return parse_and_validate_args()
     except (AssertionError, ValueError) as error:
         raise arguments.refusal_of(error) from error
@@ -240,7 +240,7 @@ def _parse(command_line: list[str]) -> Any:
 
 
 def model_config_of(megatron_args: Any) -> Any:
-    """Megatron's `HybridModelConfig` if the arguments have a pattern, else `GPTModelConfig`."""
+    """Makes Megatron's `HybridModelConfig` if there is a layer pattern, else `GPTModelConfig`."""
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     if megatron_args.hybrid_layer_pattern is not None:
@@ -250,10 +250,11 @@ def model_config_of(megatron_args: Any) -> Any:
 
 @contextmanager
 def _early_exit() -> Iterator[None]:
-    """Separates Megatron's two ways to exit early.
+    """Handles `sys.exit` by Megatron in the `with` body, according to the exit code.
 
-    With code 0 it ended as asked (--exit-interval, --exit-duration, a signal): the run goes on to
-    its summary. Without a code it has printed why it cannot go on: a failure, not a success.
+    0: Megatron ended as asked (--exit-interval, --exit-duration, a signal); ignored, so that the
+    run goes on to its summary. None: Megatron has printed why it cannot go on, such as a checkpoint
+    that does not fit; raises a CheckpointError, because Python takes None for success.
     """
     try:
         yield
@@ -270,23 +271,23 @@ def _early_exit() -> Iterator[None]:
 
 
 def _stopped_at() -> int | None:
-    """The last iteration, if a signal came before the end, else None; the same on every rank."""
+    """Returns the iteration after which a signal ended the run; None if none did. Collective."""
     from megatron.training import get_args, get_signal_handler
 
     megatron_args: Any = get_args()
     handler: Any = get_signal_handler()
-    # Megatron sets it before an iteration, to the number of those done: the last one is missing.
+    # Megatron sets `curr_iteration` before an iteration, to the number of iterations before it.
     last = megatron_args.curr_iteration + 1
-    # A collective: a rank may have received the signal after Megatron's last check.
+    # An all-gather over the ranks: a signal may have reached only some of them.
     received = any(handler.signals_received())
     return last if received and last < megatron_args.train_iters else None
 
 
 def _leave() -> None:
-    """Waits for the other ranks, and ends the process group."""
+    """Waits for the other ranks, and destroys the process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        # A rank that leaves while others still exchange with it looks like a failure to them.
+        # Without the barrier, ranks that still communicate with this one would see it fail.
         dist.barrier()
         dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""The transports of one attachment: one for each of Megatron's groups that it uses."""
+"""Makes the transports of one attached model: one for each group of ranks that it uses.
+
+A transport sends and receives tensors among the ranks of one group, over gloo or NCCL.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ class Transports:
     def make(
         self, group: dist.ProcessGroup | Sequence[int], *, nccl_engine: bool = False
     ) -> ProcessGroupTransport:
-        """A transport over the ranks of a group, or over global ranks. Collective over them.
+        """Makes a transport over a group of ranks. Collective over them.
 
         Args:
-            group: the ranks.
+            group: a process group, or the global ranks.
             nccl_engine: see `ProcessGroupTransport`.
         """
         scheme = self._config.scheme
@@ -59,20 +62,20 @@ class Transports:
         return transport
 
     def groups_of(self, group: GroupBuckets, buckets: Sequence[Bucket]) -> Groups:
-        """Makes the groups with which buckets of a data-parallel group are synchronised.
+        """Chooses the level of compression of a data-parallel group, and makes its transports.
 
-        Chooses the level of compression for them, and notes it in `lines`.
-
-        Collective over their data-parallel ranks. Rank 0 of them logs the level of compression,
+        Collective over the data-parallel ranks. Adds the choice to `lines`, and rank 0 logs it,
         unless `compression.level=rank`.
 
         Args:
-            group: any bucket group of that data-parallel group.
-            buckets: of all its bucket groups; with `planner.cluster` their prices choose the level.
+            group: any bucket group of the data-parallel group.
+            buckets: of all its bucket groups. With `planner.cluster` the level is chosen by the
+                predicted time of synchronising them.
         """
         config = self._config
-        others = group.instances_group
-        instance_count = 1 if others is None else dist.get_world_size(others)
+        # Ranks that own the same shard in the instances of Megatron's distributed optimizer.
+        owners = group.instances_group
+        instance_count = 1 if owners is None else dist.get_world_size(owners)
         engine = config.scheme.nccl_engine
         whole = self.make(group.process_group, nccl_engine=engine)
         choice = choose_level(config, whole.nodes, instance_count, shapes_of(buckets, config))
@@ -83,21 +86,20 @@ class Transports:
                 if whole.rank == 0:
                     logger.info(line)
         if choice.level == INSTANCE:
-            assert others is not None, "the choice needs several instances"
-            # The sum inside an instance is compressed; the instances exchange selections.
-            level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
+            assert owners is not None, "choose_level needs several instances for this level"
+            # Ranks of an instance add up densely; then instances exchange selections of the sums.
+            level = LevelGroups(whole, self.make(owners, nccl_engine=engine), INSTANCE)
             return Groups(whole, level=level)
-        instances = None if others is None else self.make(others)
+        instances = None if owners is None else self.make(owners)
         if choice.level != NODE:
             return Groups(whole, instances)
+        # Global ranks of this rank's node, and of its lane, which has one rank of each node.
         ranks = dist.get_process_group_ranks(group.process_group)
-        # This rank's node, and its lane, which has a rank of each node.
-        node, lane = (
-            [ranks[member] for member in members]
-            for members in (choice.inside(whole.rank), choice.across(whole.rank))
-        )
-        # All ranks make their groups in this order.
-        inside, across = self.make(node), self.make(lane, nccl_engine=engine)
+        node = [ranks[member] for member in choice.inside(whole.rank)]
+        lane = [ranks[member] for member in choice.across(whole.rank)]
+        # Every rank makes its node's group first: making a group is collective.
+        inside = self.make(node)
+        across = self.make(lane, nccl_engine=engine)
         return Groups(whole, instances, LevelGroups(inside, across))
 
     def close(self, *, broken: bool) -> None:

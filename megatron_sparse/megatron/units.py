@@ -1,10 +1,10 @@
-"""The unit of residuals: the loss scale, and the factor by which Megatron multiplies the sum.
+"""Keeps residuals in the unit of the gradients that they are added to.
 
-Gradients carry the loss scale, which in fp16 changes after some steps. With a loss per token they
-are summed undivided and then multiplied by one over the step's tokens, a number that
-`finalize_model_grads` knows only after the buckets were sent. Residuals are converted after each
-step in which one of the two has changed. Where the step has so few tokens that old residuals would
-swamp it, they are taken out of its sums (`Attachment`).
+A gradient in a bucket is a multiple of the true one: by the *loss scale*, which in fp16 changes
+after some steps, and with a loss per token also by the step's tokens. After the sum,
+`finalize_model_grads` multiplies by *Megatron's factor*, one over the tokens. Residuals are
+converted after each step in which one of the two has changed. Where a step has so few tokens that
+old residuals would outweigh its gradients, they are taken out of its sums (`Attachment`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEW_TOKENS = 0.5
 
 
 class ResidualUnit:
-    """Follows both factors in one process.
+    """Tracks the loss scale and Megatron's factor in one process.
 
     Wraps `scale_gradients` of the chunks whose loss is per token, until `close`.
 
@@ -44,9 +44,9 @@ class ResidualUnit:
         self._on_few_tokens = on_few_tokens
         self.loss_scale: float | None = None
         self.gradient_factor: torch.Tensor | None = None
-        # The factor of the step under way, which may yet be skipped.
+        # The factor of the current step, which the optimizer may yet skip.
         self._new_factor: torch.Tensor | None = None
-        self._optimizer: Any = None  # until `bind`
+        self._optimizer: Any = None  # set by `bind`
         self._wrapped: list[WrappedMethod] = []
         for chunk in filter(divides_by_tokens, chunks):
             scale = partial(self._scale_gradients, is_first=not self._wrapped)
@@ -65,9 +65,9 @@ class ResidualUnit:
     def _scale_gradients(
         self, original: Callable[[torch.Tensor], None], factor: torch.Tensor, *, is_first: bool
     ) -> None:
-        """A chunk's `scale_gradients`: notes the factor before it is applied.
+        """Called for a chunk's `scale_gradients`: stores the factor, then applies it.
 
-        All chunks have the same factor, so only the first one looks for a step with few tokens.
+        All chunks have the same factor, so only the first one checks for a step with few tokens.
         """
         self._new_factor = factor
         if is_first and self._has_few_tokens(float(factor)):
@@ -75,20 +75,21 @@ class ResidualUnit:
         original(factor)
 
     def _has_few_tokens(self, factor: float) -> bool:
-        """Whether this step has so few tokens that old residuals would enter it far too large.
+        """Whether this step has so few tokens that old residuals would outweigh its gradients.
 
-        `factor` is one over its tokens. Megatron divides by one token where there is none.
+        `factor` is one over the step's tokens.
         """
-        if factor >= 1.0:
+        if factor >= 1.0:  # no token, for which Megatron divides by 1, or one
             return True
         before = self.gradient_factor
         return before is not None and float(before) < FEW_TOKENS * factor
 
     def end_step(self, accepted: bool) -> torch.Tensor | None:
-        """Takes over the factor of a step that was accepted.
+        """Ends a step: stores its factor if the optimizer accepted it.
 
         Returns:
-            fp64 scalar on the device: old factor / new factor; None without an old or a new one.
+            What to multiply residuals by: old factor / new factor, an fp64 scalar on the device;
+            None if there is no old or no new factor.
         """
         old, new, self._new_factor = self.gradient_factor, self._new_factor, None
         if new is None or not accepted:
@@ -97,10 +98,10 @@ class ResidualUnit:
         return None if old is None else old.to(new.device, torch.float64) / new
 
     def follow_loss_scale(self) -> float | None:
-        """Takes over the optimizer's present loss scale.
+        """Reads and stores the optimizer's loss scale.
 
         Returns:
-            The factor for the residuals; None if the loss scale has not changed.
+            What to multiply residuals by: new scale / old scale; None if it has not changed.
         """
         old, self.loss_scale = self.loss_scale, self._read_loss_scale()
         if old == self.loss_scale:
@@ -108,28 +109,28 @@ class ResidualUnit:
         return (self.loss_scale or 1.0) / (old or 1.0)
 
     def restore(self, loss_scale: float | None, gradient_factor: float | None) -> float | None:
-        """Takes over residuals from a checkpoint, whose run may have had other units.
+        """Sets the unit for residuals from a checkpoint, whose run may have had another unit.
 
         Args:
-            loss_scale: of the saved residuals; None without loss scaling.
-            gradient_factor: the same for Megatron's factor.
+            loss_scale: of the run that saved; None without loss scaling.
+            gradient_factor: Megatron's factor in that run; None if it had none.
 
         Returns:
-            The factor for the residuals; None if they have this run's unit.
+            What to multiply the loaded residuals by; None if they have this run's unit.
         """
         self.loss_scale = loss_scale
         change = self.follow_loss_scale()
         if self.per_token:
-            # Residuals of a run without a factor are in the gradient's own unit.
+            # 1: without Megatron's factor, residuals are in the unit of the final gradient.
             self.gradient_factor = torch.tensor(gradient_factor or 1.0, dtype=torch.float64)
         elif gradient_factor is not None:
             change = (change or 1.0) * gradient_factor
         return change
 
     def of_gradient(self) -> float:
-        """One residual unit in units of the gradient that Megatron's optimizer sees.
+        """Returns the factor from a residual's unit to that of the optimizer's gradient.
 
-        Reads the factor on the host.
+        Copies Megatron's factor from the device to the host.
         """
         factor = 1.0 if self.gradient_factor is None else float(self.gradient_factor)
         return factor / (self.loss_scale or 1.0)
@@ -170,10 +171,9 @@ def is_fp16(owner: Any) -> bool:
 
 
 def scales_loss(optimizer: Any) -> bool:
-    """Whether the loss is scaled, and steps with NaN or Inf are skipped.
+    """Whether the loss is scaled, and so steps with NaN or Inf are skipped.
 
-    In fp16, and with a static `--loss-scale` in any precision of an optimizer that has main
-    parameters.
+    That is so in fp16 and, in any precision, with a static `--loss-scale` and main parameters.
     """
     return any(
         is_fp16(part) or getattr(part, "grad_scaler", None) is not None
@@ -189,8 +189,8 @@ def divides_by_tokens(chunk: Any) -> bool:
 def may_repeat_or_skip(optimizer: Any) -> bool:
     """Whether steps can be repeated (Megatron's rerun mode) or skipped.
 
-    Any of chained optimizers skips for all: with loss scaling, or a finite
-    `grad_norm_skip_threshold` (Megatron 0.18 and later) in any precision.
+    An optimizer skips steps with loss scaling, or with a finite `grad_norm_skip_threshold`
+    (Megatron 0.18 and later). If one of chained optimizers skips, all do.
     """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 

@@ -1,11 +1,12 @@
-"""The two words by which ranks agree about one gather of one bucket, before any record travels.
+"""Lets the ranks agree about one gather of one bucket, by two 64-bit words, before they exchange
+records. A record is the message with which a rank updates the other ranks' copies of its shard.
 
     word 0   bytes of this rank's record (40 bits), method (2), number of the gather (21)
     word 1   hash of the old bits of this rank's shard (31 bits), hash of the new ones (31);
              0 where ranks do not verify
 
-They travel in a row of `collectives.base.Identity`, whose fingerprint says the bucket, its size
-and dtype, and the training step. So ranks that disagree get an error instead of a hang.
+They are sent in a row of `collectives.base.Identity`, whose fingerprint covers the bucket, its
+size and dtype, and the training step. So ranks that disagree get an error instead of a hang.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ SIZE_BITS, METHOD_BITS, NUMBER_BITS, HASH_BITS = 40, 2, 21, 31
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one rank says about its part of a gather.
+    """What one rank announces to the others about its shard in a gather.
 
     Attributes:
         nbytes: of its record; of the raw shard in a raw gather.
         method: of `METHODS`.
         number: of the gather, counted for each bucket from 0, modulo 2^21.
-        old_hash: of its shard as the other ranks should hold it; 0 without verification.
-        new_hash: of its shard as they shall hold it; 0 without verification.
+        old_hash: of its shard as the others should hold it before the gather; 0: no verification.
+        new_hash: of its shard as the others should hold it after the gather; 0 likewise.
     """
 
     nbytes: int
@@ -72,14 +73,14 @@ class Announcement:
 def exchange_announcements(
     own: Announcement, identity: Identity, transport: Transport
 ) -> Generator[Yielded, None, list[Announcement]]:
-    """Tells every rank of the group about this rank's part; returns those of all, by rank.
+    """Sends this rank's announcement to all ranks; returns those of all ranks, by rank.
 
     Raises:
-        CommunicationError: a rank gathers another bucket, in another step, in another manner, or
-            for another number of times.
+        CommunicationError: a rank gathers another bucket, in another step, by another method, or
+            has counted another number of gathers.
         WireFormatError: a rank's row is damaged.
     """
-    # Small records travel under a tag of their own, so the next bucket may agree meanwhile.
+    # Small records have a separate tag, so the next bucket may already exchange announcements.
     small = own.method != RAW and own.nbytes <= SMALL_BYTES
     table = yield from exchange_sizes(own.words(), identity, transport, unordered=small)
     found = [Announcement.of(words) for words in table]
@@ -103,14 +104,14 @@ def hash_of(values: torch.Tensor) -> int:
 
 
 def check_held(held: torch.Tensor, expected: int, owner: int, own_rank: int, when: str) -> None:
-    """Compares what this rank holds of a shard with its owner's hash.
+    """Compares this rank's copy of a shard with the hash that the shard's owner has announced.
 
     Args:
-        held: the shard on this rank.
+        held: this rank's copy.
         expected: the owner's hash.
-        owner: its rank in the group.
-        own_rank: this rank.
-        when: continues the sentence of the error.
+        owner: the owner's rank in the group.
+        own_rank: this rank in the group.
+        when: for the error's text, such as "before gather number 3".
 
     Raises:
         ReplicaError: they differ.

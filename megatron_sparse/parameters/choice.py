@@ -1,4 +1,8 @@
-"""Chooses raw, exact or lossy for buckets that one group of ranks gathers."""
+"""Chooses how one group of ranks gathers its buckets: raw, exact or lossy (`parameters.method`).
+
+Exact and lossy gathers exchange compressed records, either between all ranks (*flat*), or so that
+each record is sent to every other node only once (`parameters.per_node`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ _WAYS = ("flat", "once per node")
 
 
 class GatherChooser:
-    """See the module's docstring. Collective: all ranks of the group make one, and ask it alike.
+    """Chooses for the buckets of one group. Collective: all its ranks make one and call it alike.
 
     With `method=auto`, or where `per_node=auto` is to be chosen, the host waits for measurements:
     of the link, unless `planner.cluster` says its costs, and of the codec.
@@ -51,23 +55,24 @@ class GatherChooser:
 
     def __init__(self, config: SparseConfig, transport: Transport) -> None:
         """Compares the ranks' settings."""
-        self._chosen = config.parameters
+        self._settings = config.parameters
         self._transport = transport
         self._agree()
         self._per_node_options = _options(config.parameters.per_node, transport.nodes)
-        # Measured or read when the first bucket is priced; and where the links are from, in words.
+        # Set when the first bucket is priced. `_source`, for the log: where the links are from.
         self._links: GatherLinks | None = None
         self._source = ""
         self._speeds: dict[torch.dtype, CoderSpeed] = {}
-        # For `explain`: the prices of all buckets that were priced, and numbers of buckets.
+        # For `explain`: the sum of all priced buckets' prices, and numbers of buckets.
         self._sums: Prices | None = None
         self._priced = self._exact = self._lossy = 0
         self._cluster = config.planner.cluster
         self._model = None if self._cluster is None else find(self._cluster)
 
     def _agree(self) -> None:
-        """Raises if another rank has other settings; words travel as their number in `_WORDS`."""
-        settings = asdict(self._chosen)
+        """Compares the settings of all ranks; raises a CommunicationError if they differ."""
+        settings = asdict(self._settings)
+        # Only numbers can be gathered: a word is sent as its index in `_WORDS`.
         codes = [
             _WORDS[name].index(value) if name in _WORDS else value
             for name, value in settings.items()
@@ -84,9 +89,9 @@ class GatherChooser:
                     )
 
     def _find_links(self) -> GatherLinks:
-        """The links of the cluster file, else measured ones; sets `_source` to where they are from.
+        """Returns the links of the cluster file, else measures them; sets `_source`.
 
-        The nodes are those of the running ranks, whatever the file was measured on.
+        The nodes are those of the running ranks, not those that the file was measured on.
         """
         model, nodes = self._model, self._transport.nodes
         if model is None:
@@ -100,15 +105,15 @@ class GatherChooser:
         return GatherLinks(model.dense_link(self._transport.world_size), topology)
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> Way | None:
-        """Chooses the way of buckets that are gathered together; None leaves them raw.
+        """Chooses how to gather buckets that are gathered together: exact, lossy, or None for raw.
 
-        Counts them for `explain`. The first call that needs prices waits for measurements.
+        Counts the buckets for `explain`. The first call that needs prices waits for measurements.
 
         Args:
-            buckets: the whole parameters of each; with `method=lossy` fp32 ones are lossy, others
-                exact, which takes fewer bits there.
+            buckets: the parameters of each bucket, whole. With `method=lossy` fp32 ones are
+                gathered lossily, others exactly, which takes fewer bits for them.
         """
-        settings, options = self._chosen, self._per_node_options
+        settings, options = self._settings, self._per_node_options
         verify_every = settings.verify_every
         # Ranks decide alike: by settings and dtypes, which are equal, and by exchanged numbers.
         if settings.method == RAW:
@@ -116,10 +121,10 @@ class GatherChooser:
         are_fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if settings.method == LOSSY and are_fp32:
             self._lossy += len(buckets)
-            # Once per node only where that is demanded: lossy gathers have no prices.
+            # Not for `auto`, which would compare prices: lossy gathers have none.
             once_per_node = options == (True,)
             return LossyWay(settings.bits, verify_every=verify_every, per_node=once_per_node)
-        if settings.method != "auto" and len(options) == 1:  # nothing is left to choose
+        if settings.method != "auto" and len(options) == 1:  # nothing to choose by price
             self._exact += len(buckets)
             return Way(verify_every=verify_every, per_node=options[0])
         self._links = self._links or self._find_links()
@@ -132,7 +137,7 @@ class GatherChooser:
         return Way(verify_every=verify_every, per_node=prices.per_node)
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
-        """The prices of all buckets together, in the ways that `parameters.per_node` allows."""
+        """Adds up the buckets' prices, for each value of `per_node` that the settings allow."""
         n = self._transport.world_size
         by_bucket = [
             gather_prices(bucket.numel(), bucket.dtype, n, links, self._speed_of(bucket.dtype))
@@ -140,7 +145,7 @@ class GatherChooser:
         ]
         total = reduce(add, by_bucket)
         options = self._per_node_options
-        exact_s = {way: way_s for way, way_s in total.exact_s.items() if way in options}
+        exact_s = {each: price_s for each, price_s in total.exact_s.items() if each in options}
         return Prices(total.raw_s, exact_s)
 
     def _speed_of(self, dtype: torch.dtype) -> CoderSpeed:
@@ -149,18 +154,17 @@ class GatherChooser:
         return self._speeds[dtype]
 
     def explain(self) -> str:
-        """What was chosen, and why; for the log."""
-        # Exact buckets were either chosen by price, or by the configuration alone.
-        parts = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
-        if self._sums is not None and self._links is not None:
+        """Returns what was chosen, and why; for the log."""
+        parts = [f"{self._lossy} buckets lossy, {self._settings.bits} bits"] if self._lossy else []
+        if self._sums is not None and self._links is not None:  # chosen by price
             parts.append(self._explain_prices(self._sums, self._links))
-        elif self._exact:
+        elif self._exact:  # chosen by the settings alone
             parts.append(f"{self._exact} buckets exact ({_WAYS[self._per_node_options[0]]})")
         return "; ".join(parts) or RAW
 
     def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
-        """The number of exact buckets, the predicted times and the links' rate, in a sentence."""
-        rate = 1e-6 / max(links.dense.beta_s, 1e-15)  # a link may take no time for a byte
+        """Formats the number of exact buckets, the predicted times and the links' rate."""
+        rate = 1e-6 / max(links.dense.beta_s, 1e-15)  # MB/s; a cluster file may have 0 s a byte
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "
             f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[sums.per_node] * 1e3:.3g} ms exact "

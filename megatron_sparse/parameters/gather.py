@@ -1,15 +1,18 @@
 """The compressed all-gather of one bucket's parameters: a job of the progress thread.
 
-    encode      own shard: the bits that the other ranks hold -> the new bits, as a record
-                -- the gate, see `reduction.reducer` --
+Each of n ranks owns a shard. The shard's *old bits* are those that all ranks gathered last, its
+*new bits* those that they hold after this gather. A *record* is a message that turns old into new.
+
+    encode      makes the record of this rank's shard
+                -- the gate: from here on the job may use the network, see `reduction.reducer` --
     announce    one all-gather of 16 bytes a rank: size of the record, method, number of the gather,
                 and, where ranks verify, hashes of the shard's old and new bits
     exchange    n - 1 rounds of records, one peer at a time, or once per node;
-                each record turns the old bits of its owner's shard into the new ones, in place: on
-                the CPU meanwhile, on CUDA all records together when the last one has come
-    keep        own shard's new bits are from now on the bits that the other ranks hold
+                decodes each record into its owner's shard, in place: on a CPU as soon as it
+                arrives, on CUDA all together when the last one has arrived
+    keep        stores the new bits of this rank's shard as the next gather's old bits
 
-`ShardGather` has these stages; a subclass has the record. `ExactGather` sends moves
+`ShardGather` has these stages; a subclass makes and decodes records. `ExactGather` sends moves
 (`formats.moves`); `lossy.LossyGather` sends quantised differences.
 
 The first gather is raw, and so is the one after `forget`: the backend's own all-gather of the bits,
@@ -19,7 +22,7 @@ those before the optimizer step. So a step may gather twice or never, and steps 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
 device once for the size of its own record, once for the announcements, once for the headers of all
-records that have come, and once for the outcomes.
+received records, and once for the outcomes.
 
 With `per_node` records cross to each other node once: across nodes compressed, inside them raw.
 
@@ -29,9 +32,8 @@ With `per_node` records cross to each other node once: across nodes compressed, 
     inside    every rank sends its own shard and those it has decoded, raw, to the other ranks of
               its node, in place.
 
-In nodes of equal size these are the lanes of `collectives.dense_hierarchical`. A record crosses to
-each other node once, whatever the number of ranks there, and each rank decodes k - 1 records on k
-nodes instead of n - 1. Inside its node a rank with k shards sends them to m - 1 others.
+In nodes of equal size these are the lanes of `collectives.dense_hierarchical`. On k nodes of m
+ranks a rank decodes k - 1 records instead of n - 1, and sends k raw shards to m - 1 others.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -76,11 +78,11 @@ Records = list[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a bucket is gathered: by moves, or a subclass's way; the same on every rank of the group.
+    """The options of a compressed gather, the same on every rank; this class for `ExactGather`.
 
     Attributes:
         verify_every: every so many gathers ranks compare hashes.
-        per_node: records cross to each other node once.
+        per_node: each record is sent to every other node only once.
     """
 
     verify_every: int
@@ -93,16 +95,16 @@ def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
 
 
 class ShardGather[W: Way](ABC):
-    """Gathers one bucket; a subclass says how the own shard's change travels.
+    """Gathers one bucket; a subclass encodes and decodes the records.
 
     Args:
         bucket: names the bucket; its gradient is not used. `values_N` has as many elements.
         values_N: the parameters, 1-D and contiguous, on a CPU or a GPU; each rank owns one of n
             equal shards, in rank order. Gathers overwrite the shards of the other ranks.
         transport: the group, 2 ranks at least.
-        way: how; the same on every rank of the group.
-        progress: drives the gathers.
-        sink: receives a record of each.
+        way: the options; the same on every rank of the group.
+        progress: its thread runs the gathers.
+        sink: receives a `GatherRecord` of each gather.
     """
 
     method: ClassVar[str]
@@ -125,8 +127,9 @@ class ShardGather[W: Way](ABC):
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
+        # A second copy of this rank's shard, see the subclass; None: the next gather is raw.
         self._kept_M: torch.Tensor | None = None
-        self._number = 0
+        self._number = 0  # of the next gather, the same on all ranks
 
     @property
     def nbytes(self) -> int:
@@ -134,10 +137,10 @@ class ShardGather[W: Way](ABC):
         return 0 if self._kept_M is None else self._kept_M.nbytes
 
     def forget(self) -> None:
-        """The next gather is raw: the ranks may hold other bits than those gathered last.
+        """Makes the next gather raw: the ranks may no longer hold the bits that were gathered last.
 
-        Call it on every rank, between two gathers. What was withheld is dropped: the parameters
-        that are then in the buffer count.
+        Call it on every rank, between two gathers. The raw gather takes the parameters from the
+        buffer; what lossy gathers have rounded off is lost.
         """
         self._kept_M = None
 
@@ -172,9 +175,9 @@ class ShardGather[W: Way](ABC):
         """From now on every rank holds the bits of `_own_M`."""
 
     def start(self, step: int) -> Pending[None]:
-        """Launches a gather; returns at once. The own shard must be final.
+        """Launches a gather and returns at once. This rank's shard must be final.
 
-        The bucket must not be used or written before `Pending.wait` has returned. Gathers are
+        The bucket must not be read or written before `Pending.wait` has returned. Gathers are
         started in the same order on every rank of the group.
 
         Args:
@@ -197,9 +200,9 @@ class ShardGather[W: Way](ABC):
         )
 
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
-        """The stages encode, announce, exchange and keep of the module's docstring, in this order.
+        """Runs the stages of the module's docstring in order: encode, announce, exchange, keep.
 
-        Run by the progress thread.
+        A generator for the progress thread, which resumes it when what it yielded is done.
 
         Args:
             record: receives the bytes and times of the gather.
@@ -207,7 +210,7 @@ class ShardGather[W: Way](ABC):
         """
         sent, own = self._encode(record.timer, number)
         yield GATE
-        used_here([sent])  # it was made on the encoder's stream
+        used_here([sent])  # allocated on the stream of `encode`; from here on another one reads it
         identity = Identity(
             f"parameters {self._manner}", self._bucket, str(self._own_M.dtype), record.step
         )
@@ -218,7 +221,7 @@ class ShardGather[W: Way](ABC):
             waiting: Records = []
 
             def take(sender: int, received: torch.Tensor) -> None:
-                """Decodes records as they come, on CUDA all with the last; not the own one."""
+                """Decodes a record of another rank; on CUDA waits until all of them are here."""
                 if sender != self._transport.rank:
                     waiting.append((sender, received))
                     is_last = len(waiting) == self._sender_count
@@ -231,28 +234,28 @@ class ShardGather[W: Way](ABC):
             record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
-            yield POSTED
-            yield gathered  # waits for it
+            yield POSTED  # the next job may pass the gate
+            yield gathered  # waits until it is done
             record.wire_bytes = record.dense_bytes
         self._verify_new(announced)
         self._keep()
 
     @cached_property
     def _sender_count(self) -> int:
-        """The number of the other ranks whose records come here."""
+        """The number of ranks that send this rank their record."""
         if not self._way.per_node:
             return self._transport.world_size - 1
         routes = NodeRoutes(self._transport.nodes, self._transport.rank)
         return sum(map(len, routes.sources))
 
     def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
-        """Exchanges records, flat or once per node; returns the bytes that this rank sent.
+        """Exchanges records between all ranks or once per node; returns the bytes this rank sent.
 
         Args:
             sent: this rank's record.
             sizes: bytes of each rank's record.
             tag: of the messages.
-            take: called with a rank and its record, when the record is here.
+            take: called with a sender and its record, when the record has arrived.
         """
         if not any(sizes):  # no shard has changed
             yield POSTED
@@ -262,12 +265,12 @@ class ShardGather[W: Way](ABC):
                 yield from gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
             )
         group = whole_group(self._transport, tag)
-        room = sent.new_empty(sum(sizes) - sent.numel())
-        yield from pairwise_all_gather(sent, room, sizes, group, take)
+        received = sent.new_empty(sum(sizes) - sent.numel())
+        yield from pairwise_all_gather(sent, received, sizes, group, take)
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
-        """This rank's record, empty in a raw gather, and its announcement."""
+        """Returns this rank's record, which is empty in a raw gather, and its announcement."""
         verifies = self._verifies(number)
         method, old_hash, new_hash = RAW, 0, 0
         sent, nbytes = NOTHING, self._own_M.nbytes
@@ -284,7 +287,7 @@ class ShardGather[W: Way](ABC):
         return number > 0 and number % self._way.verify_every == 0
 
     def _check_sizes(self, announced: Sequence[Announcement]) -> None:
-        """Refuses a size that no record of a shard can have, before memory is taken for it."""
+        """Refuses a size that no record of a shard can have, before memory is allocated for it."""
         for rank, theirs in enumerate(announced):
             most = self._own_M.nbytes if theirs.method == RAW else self._most_bytes()
             if theirs.nbytes > most:
@@ -296,16 +299,18 @@ class ShardGather[W: Way](ABC):
                 )
 
     def _take(self, records: Records, announced: Sequence[Announcement]) -> None:
-        """Turns the old bits of the senders' shards into the new ones.
+        """Decodes records: turns the old bits of the senders' shards into the new ones.
 
         Raises:
-            ReplicaError: this rank does not hold the old bits.
+            ReplicaError: this rank's copy of a shard is not the old bits, where ranks verify.
             WireFormatError: a record is damaged; its shard is unchanged.
         """
         own_rank, number = self._transport.rank, announced[0].number
-        for sender, _ in records if self._verifies(number) else ():
-            held_M, old_hash = self._shards[sender], announced[sender].old_hash
-            check_held(held_M, old_hash, sender, own_rank, f"before gather number {number}")
+        if self._verifies(number):
+            when = f"before gather number {number}"
+            for sender, _ in records:
+                old_hash = announced[sender].old_hash
+                check_held(self._shards[sender], old_hash, sender, own_rank, when)
         self._decode_(records, number)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
@@ -322,7 +327,7 @@ class ShardGather[W: Way](ABC):
 
 
 class ExactGather(ShardGather[Way]):
-    """Sends moves; keeps a copy of this rank's shard as the other ranks hold it.
+    """Sends moves; keeps a copy of the old bits of this rank's shard.
 
     Parameters are bf16, fp16 or fp32.
     """
@@ -356,12 +361,12 @@ class ExactGather(ShardGather[Way]):
 
 
 class NodeRoutes:
-    """The ranks that send to one another.
+    """Which ranks exchange records in a gather once per node, see the module's docstring.
 
     Attributes:
         here: the ranks of this rank's node, ascending.
-        targets: for each round across nodes the rank that this rank's record goes to.
-        sources: for each round the ranks whose records come here.
+        targets: for each round across nodes the rank that this rank sends its record to.
+        sources: for each round the ranks that send their record to this rank.
 
     Args:
         nodes: the node of each rank.
@@ -375,17 +380,17 @@ class NodeRoutes:
     """
 
     def __init__(self, nodes: Sequence[int], rank: int) -> None:
-        """Finds the routes: in round i, from 1, this node receives from the i-th node after it."""
+        """Computes the routes: in round i >= 1 this node receives from the i-th node after it."""
         members = members_of(nodes)
         own_node = next(node for node, ranks in enumerate(members) if rank in ranks)
         node_count = len(members)
         self.here = members[own_node]
         # For each round i the ranks of the i-th node after this one.
         self._others = [members[(own_node + i) % node_count] for i in range(1, node_count)]
-        place = self.here.index(rank)  # this rank's number in its node
-        # In the round in which this node receives from the next one, it sends to the one before.
-        self.targets = [there[place % len(there)] for there in reversed(self._others)]
-        self.sources = [self._sent_to(rank, there) for there in self._others]
+        number = self.here.index(rank)  # this rank's number in its node
+        # In round i it receives from the i-th node after this one, and sends to the i-th before.
+        self.targets = [ranks[number % len(ranks)] for ranks in reversed(self._others)]
+        self.sources = [self._sent_to(rank, ranks) for ranks in self._others]
 
     def _sent_to(self, rank: int, there: Sequence[int]) -> list[int]:
         """The ranks of another node whose records go to a rank of this one."""
@@ -404,17 +409,17 @@ def gather_per_node(
     tag: int,
     take: Arrived,
 ) -> Steps:
-    """Every rank ends with all shards, by `per_node` of the module's docstring.
+    """Gathers all shards on every rank, once per node; returns the bytes that this rank sent.
 
     Args:
         moves: this rank's record.
         sizes: bytes of each rank's record.
-        shards: [n, M], the parameters. `take` writes shards of other nodes; the exchange writes
-            those of this node's other ranks, and those that they have taken.
-        transport: the group; its `nodes` say the routes.
+        shards: [n, M], the parameters. `take` writes the shards whose records this rank receives;
+            the exchange inside the node writes the rest.
+        transport: the group; the routes follow from its `nodes`.
         tag: of the messages.
-        take: called with a sender and its record, once for each record that comes here. With the
-            last one all shards must be written: they are then sent on.
+        take: called with a sender and its record, for each record that this rank receives. When it
+            returns from the last one, all these shards must be written: they are then sent on.
     """
     routes = NodeRoutes(transport.nodes, transport.rank)
     across = whole_group(transport, tag)
@@ -425,15 +430,16 @@ def gather_per_node(
         rounds.append(([(target, moves)], received[-1]))
 
     def arrived(number: int) -> None:
-        """Takes the records of the round before `number`, if any: they have come."""
+        """Called when round `number` begins, so the records of the round before have arrived."""
         for sender, record in received[number - 1] if number else ():
             take(sender, record)
 
     yield from across.in_rounds(rounds, arrived, independent=True)
     inside = Subgroup(transport, routes.here, tag)
-    # By rank of this node: the shards that it hands on. They are received in place.
+    # For each rank of this node, the raw shards that it sends to the others: its own and those it
+    # has decoded. They are received in place.
     carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]
     own_carried = carried[inside.rank]
     exchanged = pairwise_rounds([own_carried] * inside.world_size, carried, inside)
-    yield from inside.in_rounds(exchanged, independent=True, last=True)  # nothing is posted later
+    yield from inside.in_rounds(exchanged, independent=True, last=True)  # the job posts no more
     return across.sent_bytes + inside.sent_bytes

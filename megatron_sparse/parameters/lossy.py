@@ -4,16 +4,17 @@
     send Q(y)                       4 or 8 bits a number and a scale for 128 (`formats.quantised`)
     replica += Q(y)                 on every rank, the owner included, in the same arithmetic
 
-So replicas are the same bits on all ranks. What was withheld, master - replica, needs no memory of
-its own: the master has it, and the next gather sends it along. In fp32 training Megatron's master
-is this rank's shard in the parameter buffer. The plugin keeps one shard more, and swaps the two:
+The *master* is the optimizer's copy of a shard, on its owner; the *replica* is the copy from which
+all ranks compute, with the same bits on each. What rounding leaves out, master - replica, needs no
+memory: the next gather's difference has it. In fp32 training Megatron's master is this rank's shard
+in the parameter buffer. The plugin keeps a second shard, and swaps the two:
 
                                             own shard in the buffer     kept
     between steps                           replica                     master
     from `begin_step` to the gather         master                      replica
 
 An optimizer step that is skipped swaps them back. A gather without a step since the last one sends
-an empty record: what was withheld waits for the next step. So evaluating and saving, before which
+an empty record: the difference waits for the next step. So evaluating and saving, before which
 Megatron gathers again, do not change a run.
 
 Cost: (n - 1) M (bits + 1/8) / 8 bytes sent by each rank for shards of M numbers, and the
@@ -36,7 +37,7 @@ SWAPPED_NUMEL = 2**16
 
 @dataclass(frozen=True)
 class LossyWay(Way):
-    """In 4 or 8 bits a number."""
+    """The options of a lossy gather: also the bits of a quantised number, 4 or 8."""
 
     bits: int
 
@@ -69,9 +70,7 @@ class LossyGather(ShardGather[LossyWay]):
         self._install(master=True)
 
     def end_step(self, *, accepted: bool) -> None:
-        """Call it after each step: one that was not accepted leaves all as before `begin_step`.
-
-        The replica goes back, unless an accepted step before still waits for its gather.
+        """Ends a step: if it was not accepted, restores what `begin_step` has changed.
 
         Args:
             accepted: whether parameters have changed.
@@ -79,11 +78,12 @@ class LossyGather(ShardGather[LossyWay]):
         if accepted:
             return
         self._changed = self._was_changed
+        # If an earlier accepted step still waits for its gather, the master was in the buffer.
         if not self._changed:
             self._install(master=False)
 
     def release(self) -> None:
-        """Gives the buffer its master, for a raw gather that this object does not see.
+        """Puts the master into the buffer, for a raw gather by Megatron; forgets the replica.
 
         Call it on every rank, between two gathers.
         """
@@ -95,7 +95,7 @@ class LossyGather(ShardGather[LossyWay]):
         return self._kept_M if self._kept_M is not None and self._master_is_kept else None
 
     def restore(self, master_M: torch.Tensor) -> None:
-        """Goes on where a checkpoint was saved: the buffer holds the same replica on every rank.
+        """Sets the master from a checkpoint. The buffer must hold the checkpoint's replica.
 
         Call it on every rank, between two gathers.
 
@@ -116,15 +116,14 @@ class LossyGather(ShardGather[LossyWay]):
         return f"{LOSSY} {self._way.bits}"
 
     def _encode_own(self, number: int) -> torch.Tensor:
-        """The difference from the replica, which all ranks hold, to the master, in few bits.
+        """Quantises master - replica, and adds the rounded difference to the replica.
 
-        The replica gets what is sent, as on every other rank; what rounding left out is in the next
-        gather's difference.
+        Every other rank adds the same to its replica.
         """
-        if not self._changed:
+        if not self._changed:  # no step since the last gather
             return NOTHING
-        assert self._kept_M is not None, "else the gather is raw"
-        self._install(master=True)  # then `_kept_M` is the replica
+        assert self._kept_M is not None, "else the gather is raw, and encodes nothing"
+        self._install(master=True)  # now `_kept_M` is the replica
         master_M, replica_M = self._own_M, self._kept_M
         sent = encode_difference(master_M, replica_M, bits=self._way.bits, epoch=number)
         add_difference_(sent, replica_M, epoch=number)
@@ -146,10 +145,11 @@ class LossyGather(ShardGather[LossyWay]):
             self._master_is_kept, self._changed = True, False
 
     def _install(self, *, master: bool) -> None:
-        """Puts master or replica into the buffer, and the other one into `_kept_M`, in pieces."""
-        # If nothing is kept, the next gather is raw: there is nothing to exchange.
+        """Swaps buffer and `_kept_M`, unless the buffer already has the master (or the replica)."""
+        # None: the next gather is raw, and until then the buffer has the only copy.
         if self._kept_M is None or self._master_is_kept != master:
             return
+        # In pieces, so that the temporary copy is small.
         own_pieces = self._own_M.split(SWAPPED_NUMEL)
         for own, kept in zip(own_pieces, self._kept_M.split(SWAPPED_NUMEL), strict=True):
             before = own.clone()

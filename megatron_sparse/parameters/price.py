@@ -1,4 +1,4 @@
-"""Prices a gather raw and exact, by the speed of the links and of the codec.
+"""Predicts the seconds (*price*) of a raw and of an exact gather from the links and the codec.
 
 For a bucket of N numbers of b bytes on n ranks, with shards of M = N / n:
 
@@ -75,7 +75,7 @@ WINDOWS = 3
 
 @dataclass(frozen=True)
 class CoderSpeed:
-    """Seconds a number.
+    """Seconds that the codec takes for one number (parameter).
 
     Attributes:
         encode_s: of the sender.
@@ -94,7 +94,7 @@ class Prices:
 
     Attributes:
         raw_s: of the backend's own all-gather.
-        exact_s: of the exact one, by whether records cross to each other node once.
+        exact_s: of the exact gather, by `per_node`: False is flat; True only on several nodes.
     """
 
     raw_s: float
@@ -137,7 +137,7 @@ def gather_prices(
     links: GatherLinks,
     speed: CoderSpeed,
 ) -> Prices:
-    """The prices of one bucket; see the module's docstring.
+    """Predicts the seconds of one bucket's gather, by the formulas of the module's docstring.
 
     Example:
         A slow link (1 Mbyte/s) and a fast codec:
@@ -153,7 +153,7 @@ def gather_prices(
     exact_s = {}  # by `per_node`
     record_bytes = shard * (speed.bits or MOVE_BITS[dtype]) / 8
     assert record_bytes <= raw_bytes
-    # Before any record travels, in both ways.
+    # Before any record is sent, with or without `per_node`.
     begin_s = _announcement_s(links, world_size) + shard * speed.encode_s
     if topology is None:
         flat_s = [_message_s(link, record_bytes)] * others
@@ -179,10 +179,10 @@ def _announcement_s(links: GatherLinks, world_size: int) -> float:
 
 
 def _flat_s(topology: Topology, sent_bytes: float) -> list[float]:
-    """Seconds of each round if every rank sends its record to every other.
+    """Returns the seconds of each round of a flat exchange.
 
-    In round i of n - 1 each rank sends to the i-th next one. Some of them cross nodes, so every
-    round takes as long as a message across; of the ranks of a node min(i, n - i, m) do.
+    In round i of n - 1 each rank sends to the i-th rank after it. Of a node's m ranks,
+    min(i, n - i, m) send to another node, and the round takes as long as these slow messages.
     """
     n, largest_node = topology.world_size, max(topology.node_sizes)
     shares_port = topology.nic == "node"
@@ -196,23 +196,25 @@ def _flat_s(topology: Topology, sent_bytes: float) -> list[float]:
 def _per_node_s(
     topology: Topology, sent_bytes: float, raw_bytes: float, shard: float, speed: CoderSpeed
 ) -> float:
-    """Seconds of the messages and of decoding, once per node; the busiest rank's.
+    """Returns the seconds of messages and decoding with `per_node`, on the busiest rank.
 
     Args:
         topology: several nodes.
         sent_bytes: of a record, which crosses nodes.
         raw_bytes: of a whole shard, which is passed on inside a node.
         shard: numbers in a shard.
-        speed: of the coder.
+        speed: of the codec.
     """
     sizes, n = topology.node_sizes, topology.world_size
     largest, smallest = max(sizes), min(sizes)  # ranks of a node
     rounds = len(sizes) - 1
-    # Records that the busiest port sends or receives in a round.
+    # Records that the busiest port sends or receives in a round. Where each rank has a port, that
+    # is a rank of the smallest node, to which several ranks of the largest node send.
     at_once = largest if topology.nic == "node" else ceil(largest / smallest)
     across_s = [_message_s(topology.inter, at_once * sent_bytes)] * rounds
-    decoded = ceil(n / smallest) - 1  # more than one record a round where nodes differ in size
-    # Each of a node's ranks hands an equal part of all n shards to the others.
+    # A rank of the smallest node decodes the most: an equal part of n records, without its own.
+    decoded = ceil(n / smallest) - 1
+    # Each of a node's ranks sends an equal part of all n shards to the others.
     inside_s = max(
         (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes
     )
@@ -220,7 +222,7 @@ def _per_node_s(
 
 
 def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
-    """The links of a group, the same on all ranks; the host waits for some forty messages."""
+    """Measures the links of a group, the same on all ranks; the host waits for ca. 40 messages."""
     sizes, times_s = yield from gather_times(transport)
     dense = fit_link(sizes, times_s)
     if not several_levels(transport.nodes):
@@ -231,21 +233,17 @@ def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
 
 
 def several_levels(nodes: Sequence[int]) -> bool:
-    """Whether there are several nodes, and one of them has several ranks.
-
-    Args:
-        nodes: of each rank.
-    """
+    """Whether `nodes`, the node of each rank, has several nodes and one of them several ranks."""
     return 1 < len(set(nodes)) < len(nodes)
 
 
 def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]]]:
-    """Times the backend's all-gather as a ring; the same on all ranks.
+    """Times the backend's all-gather for some sizes; the results are the same on all ranks.
 
-    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank.
+    The host waits for some twenty all-gathers, of `GATHERED_BYTES` until one takes too long.
 
     Returns:
-        Bytes from each rank, and seconds of one of the ring's n - 1 rounds.
+        The sizes, in bytes from each rank; for each the seconds of one of a ring's n - 1 rounds.
     """
     n, sizes, times_s = transport.world_size, [], []
     for nbytes in GATHERED_BYTES:
@@ -255,7 +253,7 @@ def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]
                 break
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
         gathered = sent.new_empty(n * nbytes)
-        # The lambda keeps this size's tensors by its defaults.
+        # Default arguments: a lambda would see the next size's tensors otherwise.
         spent_s = yield from timed(
             transport,
             REPEATS,
@@ -268,20 +266,15 @@ def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]
 
 
 def measure_coder(transport: Transport, dtype: torch.dtype) -> Measuring[CoderSpeed]:
-    """Times the coder on the ranks' device, on all ranks at once, as in training.
-
-    Returns:
-        The median rank's, the same on all.
-    """
+    """Times the codec on all ranks at once, as in training; returns medians over the ranks."""
     rows = yield from gather_rows(coder_speed(dtype, transport.device), transport)
     return CoderSpeed(*rows.median(0).values.tolist())
 
 
 def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Times the coder on this device: seconds a number of encoding, and of decoding.
+    """Times the codec on this device; returns the seconds a number of encoding, and of decoding.
 
-    The numbers are those before and after a step of Adam: normal weights of 0.02, moved by about
-    1e-4.
+    The numbers imitate a step of Adam: normal weights (deviation 0.02), moved by about 1e-4.
     """
     generator = torch.Generator().manual_seed(SAMPLE_NUMEL)
     normal = partial(torch.randn, SAMPLE_NUMEL, generator=generator, dtype=torch.float32)
@@ -293,10 +286,10 @@ def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]
     record = encode_moves(old, new, epoch=0)  # not timed: the first call may load the codec
     encode_s, decode_s = [], []
     for _ in range(WINDOWS):
-        held, start_s = old.clone(), clock()
+        decoded, start_s = old.clone(), clock()
         encode_moves(old, new, epoch=0)
         encoded_s = clock()
-        decode_moves_([record], [held], epoch=0)
+        decode_moves_([record], [decoded], epoch=0)
         encode_s.append(encoded_s - start_s)
         decode_s.append(clock() - encoded_s)
     return median(encode_s) / old.numel(), median(decode_s) / old.numel()

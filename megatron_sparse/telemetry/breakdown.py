@@ -150,9 +150,9 @@ class IterationBreakdown:
         return sum(self.stage_ms[stage] for stage in BUCKET_STAGES)
 
     def scalars(self) -> dict[str, float]:
-        """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out.
+        """Returns the breakdown as dashboard metrics (`metrics.METRICS`): name -> value.
 
-        Metrics of gathers are left out of an iteration without one.
+        Leaves out values that are None, and the gathers' metrics if no parameters were gathered.
         """
         named: dict[str, float | None] = {}
         for metric in METRICS:
@@ -160,16 +160,16 @@ class IterationBreakdown:
             if metric.attribute and applies:
                 named[metric.name] = getattr(self, metric.attribute)
         named |= {f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()}
-        # Without the waits: they are `comm/grad_exposed_ms` and `params/exposed_ms`.
+        # The waits have names elsewhere: `comm/grad_exposed_ms` and `params/exposed_ms`.
         busy = [stage for stage in STAGES if stage not in WAITS]
         named |= {f"breakdown/{stage}_ms": self.stage_ms[stage] for stage in busy}
         for name, value in self.extra.items():
-            has_group = "/" in name
+            has_group = "/" in name  # a metric's full name
             named[name if has_group else f"extra/{name}"] = value
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
-        """The line of `breakdown.jsonl`: `IterationBreakdown(**json.loads(line))` reads it.
+        """Returns the line of `breakdown.jsonl`, read by `IterationBreakdown(**json.loads(line))`.
 
         Raises:
             ValueError: a time is not finite, which JSON cannot express.
@@ -178,7 +178,7 @@ class IterationBreakdown:
 
 
 def in_flight_s(records: Sequence[BucketRecord]) -> float:
-    """Seconds in which at least one bucket was between its launch and its end.
+    """Returns the seconds in which at least one bucket was between its launch and its end.
 
     Example:
         Two buckets in flight from 1.0 to 3.0 s and from 2.0 to 4.0 s give 3.0, not 4.0.
@@ -191,9 +191,9 @@ def in_flight_s(records: Sequence[BucketRecord]) -> float:
 
 
 def finite(value: float | None) -> float | None:
-    """`value` as a Python float; None if it is NaN or infinite, which JSON cannot express.
+    """Returns `value` as a Python float; None if it is NaN or infinite, which JSON cannot express.
 
-    Callers pass numbers that are on the host: a CUDA tensor would be synchronised here.
+    Pass no CUDA tensor: reading it would wait for the GPU.
     """
     if value is None:
         return None
@@ -242,9 +242,9 @@ def iteration_breakdown(
     sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
     planned_nnz = sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
-    others = {name: finite(value) for name, value in (extra or {}).items()}
-    # `pop`: the numbers that have a field of their own are not in `extra`.
-    of_run: dict[str, Any] = {name: others.pop(name, None) for name in OF_RUN}
+    further = {name: finite(value) for name, value in (extra or {}).items()}
+    # `pop`: numbers that are fields of the breakdown are not also in its `extra`.
+    fields: dict[str, Any] = {name: further.pop(name, None) for name in OF_RUN}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
@@ -259,8 +259,8 @@ def iteration_breakdown(
         loss=finite(loss),
         grad_norm=finite(grad_norm),
         skipped=bool(skipped),
-        extra=others,
-        **of_run,
+        extra=further,
+        **fields,
         planned_density=ratio(planned_nnz, sums["numel"]),
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
@@ -276,7 +276,7 @@ def _sum_ms(times_us: Sequence[float | None]) -> float | None:
 
 
 def bucket_line(record: BucketRecord, iteration: int, origin_s: float) -> str:
-    """The line of `buckets.jsonl` for one bucket.
+    """Returns the line of `buckets.jsonl` for one bucket.
 
     Formatted by hand: the general encoder takes three times as long, and an iteration of a large
     model has hundreds of buckets. The tests read every line back.

@@ -86,22 +86,22 @@ def print_summary(summary: dict[str, Any]) -> None:
     console.print()
     console.print(_traffic_table(summary))
     console.print()
-    # Times are those of the phase at the target density, or dense; of the run without either.
+    # Times are those of the phase at the target density, or of a dense run, else of the whole run.
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
 
-    # The lines of the two tables of stages. `_stage_table` calls each with means, medians and
-    # 95th percentiles: the milliseconds by stage, and those of the whole iteration.
-    def of_thread(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
+    # `_stage_table` calls these two functions with the milliseconds by stage and of the whole
+    # iteration: first with means, then with medians and 95th percentiles.
+    def thread_ms(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
         return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
 
-    def of_buckets(stage_ms: dict[str, Any], _: Any) -> dict[str, Any]:
+    def bucket_ms(stage_ms: dict[str, Any], _: Any) -> dict[str, Any]:
         return {stage: stage_ms[stage] for stage in BUCKET_STAGES}
 
     title = f"an iteration of the training thread: {scope(summary)}"
-    console.print(_stage_table(title, steady, of_thread))
+    console.print(_stage_table(title, steady, thread_ms))
     console.print()
     title = "its buckets, summed; beside the thread's stages or inside them"
-    console.print(_stage_table(title, steady, of_buckets))
+    console.print(_stage_table(title, steady, bucket_ms))
     console.print()
     console.print(
         f"exposed: {cells['exposed_share']}, {of_all(steady)}; "
@@ -133,9 +133,9 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def _traffic_table(summary: dict[str, Any]) -> Table:
-    """The table of bytes and densities: a line for each phase, for all, and for parameters."""
-    halves = ", and parameters" if summary["param_dense_bytes"] else ""
-    title = f"bytes sent by this rank: gradients by phase{halves}"
+    """Makes the table of bytes and densities: a row for each phase, for all, and for parameters."""
+    parameters = ", and parameters" if summary["param_dense_bytes"] else ""
+    title = f"bytes sent by this rank: gradients by phase{parameters}"
     table = plain_table(title, "phase", *(header for header, _ in PHASE_COLUMNS.values()))
     for row in phase_rows(summary):
         table.add_row(*row, style="bold" if row[0] == "all" else None)
@@ -145,12 +145,13 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
 def _stage_table(
     title: str, figures: Mapping[str, Any], parts_of: Callable[[Any, Any], dict[str, Any]]
 ) -> Table:
-    """A table with the mean, median and p95 milliseconds of each part; shares are of means.
+    """Makes a table with a row for each stage: mean, share of the iteration's mean, median, p95.
 
     Args:
         title: of the table.
         figures: of a run or of a phase, as in `summary.json`.
-        parts_of: gets milliseconds by stage and the iteration's, returns milliseconds by part.
+        parts_of: called with milliseconds by stage and the whole iteration's; returns milliseconds
+            by row.
     """
     mean_ms = parts_of(figures["stage_ms_mean"], figures["iteration_ms_mean"])
     median_ms = parts_of(figures["stage_ms"], figures["iteration_ms"])
@@ -166,25 +167,26 @@ def _stage_table(
         share = time_ms / whole_ms if whole_ms and time_ms is not None else None
         middle, high = ms(median_ms.get(stage)), ms(p95_ms.get(stage))
         if stage == REST:
-            middle = high = ""  # of what remains of medians there is no median
+            middle = high = ""  # the difference of medians is not the median of the rest
         cells = (ms(time_ms), percent(share), middle, high)
         table.add_row(stage, *cells, STAGE_MEANINGS[stage])
     return table
 
 
 def advice(summary: Mapping[str, Any]) -> str | None:
-    """What the run would have gained with another preset.
+    """Recommends a preset by what this run would have gained with it, in one sentence.
 
     None without a bucket, for one rank, before the target density, or on a GPU.
 
-    A MODEL, from the run's own figures. Buckets are in flight for F = hidden + exposed milliseconds
-    of an iteration, of which N are the network's: the least that an iteration's buckets took, since
-    in others ranks wait for each other as well. A preset that sends k times the bytes has them in
-    flight for F + (k - 1) N, of which the backward pass hides as much as it hid; where it hid all,
-    two thirds of the passes. Codecs count as those of the run.
+    A MODEL, from the run's own figures. Buckets are in flight for F milliseconds of an iteration:
+    *hidden* beside the backward pass, or *exposed*. N of them are the network's: the least of all
+    iterations, since in others ranks wait for each other as well. With a preset that sends k times
+    the bytes, buckets are in flight for F + (k - 1) N. Of that the backward pass hides what it hid
+    in the run; if it hid nearly all, up to two thirds of forward and backward. The codec's time is
+    the run's.
     """
     figures = at_target(summary)
-    # Warm-up and ramp say nothing of a preset; on a GPU streams wait, which no stage measures.
+    # A warm-up tells nothing about a preset. On a GPU streams wait, which no stage measures.
     if figures is summary or summary["device"] != "cpu":
         return None
     whole_ms, stage_ms = figures["iteration_ms_mean"], figures["stage_ms_mean"]
@@ -200,20 +202,21 @@ def advice(summary: Mapping[str, Any]) -> str | None:
         window_ms = max(hidden_ms, BACKWARD * stage_ms["forward_backward"])
 
     def saved_ms(factor: float) -> float:
-        """Milliseconds that a preset with `factor` times the bytes saves; below 0: it loses."""
+        """Returns the milliseconds that `factor` times the bytes would save; negative: cost."""
         new_flight_ms = flight_ms + (factor - 1) * network_ms
         return exposed_ms - max(0.0, new_flight_ms - window_ms)
 
     factors = {"lossless": figures["dense_bytes"] / sent_bytes}
-    # What is always sent whole travels in 16 bits with any preset.
+    # Any preset sends some parameters whole, in 16 bits: the run's excess over its target density.
     whole_bits, aim = 0.0, summary["target_density"]
     if aim is not None and aim < 1:
         whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))
-    factors |= {preset: (own + whole_bits) / bits for preset, own in BITS.items()}
+    factors |= {preset: (selected + whole_bits) / bits for preset, selected in BITS.items()}
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
     exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"
-    # From most to fewest bytes; a preset with about the run's own bytes is the one that has run.
+    # In descending order of bytes: first a milder preset that is as fast, then a faster one. A
+    # factor near 1 is the run's own preset.
     for preset, factor in factors.items():
         if factor > 1.3 and saved_ms(factor) >= -AS_FAST * whole_ms:
             return f"{seen}: by a model, preset={preset} would do"
@@ -226,7 +229,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
 
 
 def plain_table(title: str, name: str, *numbers: str) -> Table:
-    """An empty table without lines: a column of names, and some of numbers."""
+    """Makes an empty table without rules: a column of names, and right-aligned ones of numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column(name)
     for header in numbers:

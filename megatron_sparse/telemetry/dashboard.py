@@ -162,7 +162,7 @@ def run(target: str, name: str, *, dry_run: bool) -> str:
 
 
 def make(entity: str, project: str, name: str) -> Any:
-    """Makes a `wandb_workspaces.workspaces.Workspace` of `SECTIONS`, unsaved; asks no server.
+    """Makes a `wandb_workspaces.workspaces.Workspace` of `SECTIONS`; contacts no server.
 
     Raises:
         DependencyError: wandb-workspaces is not installed.
@@ -172,11 +172,11 @@ def make(entity: str, project: str, name: str) -> Any:
     from wandb_workspaces.reports import v2 as reports
     from wandb_workspaces.reports.v2.interface import Layout
 
-    def plot(panel: Panel, place: int, count: int) -> Any:
-        """Makes the plot of panel number `place`, from 0, of a section's `count`: three a row."""
+    def plot(panel: Panel, index: int, count: int) -> Any:
+        """Makes the plot of panel `index` of a section's `count`; a row has at most three."""
         width = COLUMNS // min(count, 3)
         layout = Layout(
-            x=width * (place % 3), y=PANEL_HEIGHT * (place // 3), w=width, h=PANEL_HEIGHT
+            x=width * (index % 3), y=PANEL_HEIGHT * (index // 3), w=width, h=PANEL_HEIGHT
         )
         curves: dict[str, Any] = (
             {"metric_regex": panel.pattern} if panel.pattern else {"y": list(panel.metrics)}
@@ -195,7 +195,7 @@ def make(entity: str, project: str, name: str) -> Any:
             name=title,
             # More than two open sections would load slowly.
             is_open=position < 2,
-            panels=[plot(panel, place, len(panels)) for place, panel in enumerate(panels)],
+            panels=[plot(panel, index, len(panels)) for index, panel in enumerate(panels)],
         )
         for position, (title, panels) in enumerate(SECTIONS.items())
     ]

@@ -49,7 +49,7 @@ def _median_known(values: np.ndarray) -> float | None:
 class Iterations:
     """The iterations of a run, in ascending order, as columns; NaN where a value is missing.
 
-    Each is named after the attribute of `IterationBreakdown` that it holds; `number` is the
+    A column is named after the attribute of `IterationBreakdown` that it holds; `number` is the
     iteration's, `phase` an index into `PHASES`, and `stage_ms` has a column for each stage.
     """
 
@@ -79,9 +79,9 @@ class Iterations:
 
     @property
     def target_begins(self) -> int | None:
-        """The first iteration at the target density after others; None if there is none.
+        """The first iteration at the target density after a warm-up or ramp.
 
-        A dense run, which leaves nothing out, has none.
+        None if the run began at the target density, or never reached it, as a dense run.
         """
         is_sparse = self.nnz < self.numel
         (at_target,) = np.nonzero((self.phase == PHASES.index("target")) & is_sparse)
@@ -122,18 +122,17 @@ class RunHistory:
             del column[keep:]
 
     def iterations(self) -> Iterations:
-        """A copy of all columns."""
-        # Copies, because an array whose buffer numpy holds can no longer grow.
+        """Returns all iterations so far, as numpy copies of the columns."""
+        # Copies, because an array that numpy has a view of cannot grow.
         columns = {name: np.array(column) for name, column in self._columns.items()}
         stages = {stage: np.array(column) for stage, column in self._stages.items()}
         return Iterations(**columns, stage_ms=stages)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of `summary.json`; docs/reading-the-breakdown.md explains each field.
+        """Computes the fields of `summary.json`; docs/reading-the-breakdown.md explains each.
 
-        Rates are medians over iterations, because the first ones compile and allocate; times are
-        given as means, medians and 95th percentiles. Shares, bytes and densities are sums and
-        ratios of sums.
+        Rates are medians over iterations, because the first iterations compile and allocate; times
+        are means, medians and 95th percentiles; bytes are sums, shares and densities their ratios.
         """
         run = self.iterations()
         losses = run.loss[np.isfinite(run.loss)]
@@ -156,7 +155,7 @@ class RunHistory:
 
 
 def _figures(run: Iterations, chosen: np.ndarray) -> dict[str, Any]:
-    """Bytes, densities and times of the iterations where `chosen` is True; None if unknown."""
+    """Computes bytes, densities and times of the iterations where the mask `chosen` is True."""
 
     def total(name: str) -> int:
         return int(getattr(run, name)[chosen].sum())

@@ -1,4 +1,4 @@
-"""Files of a run that survive a kill: JSON lines to append to and to cut, files written whole."""
+"""Writes the files of a run so that they survive a kill: JSON lines, and files replaced at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of one line; None if the line is damaged (cut off, overwritten, foreign)."""
+    """Returns the object of one line; None if it is cut off, no JSON, or without `iteration`."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -49,7 +49,7 @@ def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[st
 
 
 def other_version(path: Path, error: Exception) -> ConfigError:
-    """The error of a file whose lines have other fields than this version's."""
+    """Makes the error of a file whose lines have other fields than this version's."""
     return ConfigError(
         f"{path} was not written by this version of megatron_sparse",
         expected="lines as docs/reading-the-breakdown.md describes them",
@@ -75,11 +75,11 @@ def write_whole(path: Path, text: str) -> None:
 class JsonLines:
     """A JSON lines file whose lines carry an ascending `iteration`.
 
-    Lines are kept until `flush`, so that an iteration costs no system call.
+    Lines stay in memory until `flush`, so that an iteration costs no system call.
 
     Args:
         path: the file. Call `repair` first: it creates the file.
-        optional: only the first flush with lines creates the file.
+        optional: `repair` does not create the file; the first flush with lines does.
     """
 
     def __init__(self, path: Path, *, optional: bool = False) -> None:
@@ -92,7 +92,7 @@ class JsonLines:
         self._pending.append(line)
 
     def flush(self) -> None:
-        """Writes the pending lines and hands them to the operating system.
+        """Appends the pending lines to the file.
 
         Raises:
             OSError: the file cannot be written; the pending lines are dropped.
@@ -103,9 +103,7 @@ class JsonLines:
                 file.write("\n".join(pending) + "\n")
 
     def repair(self) -> None:
-        """Creates the file if it is missing, unless optional; drops a damaged end with a warning.
-
-        A kill while writing damages the end.
+        """Creates the file if it is missing, unless optional; drops an end that a kill has damaged.
 
         Raises:
             OSError: the file cannot be written.
@@ -115,9 +113,9 @@ class JsonLines:
         self.cut(math.inf)
 
     def cut(self, iteration: float) -> None:
-        """Drops every line at or after `iteration`, and a damaged end of the file with a warning.
+        """Drops all lines from `iteration` on (infinity: none), and a damaged end with a warning.
 
-        Reads backwards: the cost grows with the dropped lines, not with the file.
+        Reads from the end: the cost grows with the dropped lines, not with the file.
 
         Raises:
             OSError: the file cannot be changed.
@@ -128,7 +126,7 @@ class JsonLines:
         with self._path.open("r+b") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 size = len(content)
-                keep = size
+                keep = size  # bytes
                 while keep:
                     # The line before `keep`; its own line break is the byte at keep - 1.
                     start = content.rfind(b"\n", 0, keep - 1) + 1

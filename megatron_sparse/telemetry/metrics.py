@@ -26,8 +26,8 @@ class Metric:
         unit: the unit of its values; empty if they have none.
         meaning: a short description.
         sampled: whether it is logged only every `tracking.sample_every` iterations.
-        of: the attribute of `IterationBreakdown` with its value; by default the name's last part,
-            after `param_` in the group `params`. None for values from elsewhere.
+        of: the attribute of `IterationBreakdown` with its value. None for values from elsewhere;
+            by default (empty) the name's last part, after `param_` in the group `params`.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Metric:
 
     @property
     def attribute(self) -> str | None:
-        """See `of`; None for families and sampled metrics, too."""
-        if self.sampled or "<" in self.name:
+        """The attribute of `IterationBreakdown` with the metric's value; None if there is none."""
+        if self.sampled or "<" in self.name:  # not in the breakdown, or a family of metrics
             return None
         prefix = "param_" if self.group == "params" else ""
         by_default = prefix + self.name.rpartition("/")[2]
@@ -124,14 +124,14 @@ def known(name: str) -> bool:
 def bucket_scalars(
     records: Sequence[BucketRecord], readiness: Sequence[ReadinessRecord]
 ) -> dict[str, float]:
-    """The metrics of each bucket of one iteration; unknown values are left out.
+    """Computes the metrics of each bucket of one iteration.
 
     Args:
         records: the buckets' records.
-        readiness: records of the step before the last.
+        readiness: when the ranks were ready, a record for each bucket, of two steps earlier.
 
     Returns:
-        Values by the metrics' full names, `bucket/<bucket>/...`.
+        Full metric name, `bucket/<bucket>/...` -> value; without unknown values.
     """
     named: dict[str, float | None] = {}
     for record in records:

@@ -46,9 +46,10 @@ class Timeline:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        # Torch's trace numbers GPUs from 0 on, and processes, which Linux numbers below 2**22.
+        # A process number that torch's trace does not use: its GPUs have numbers from 0 on, and its
+        # processes those of Linux, below 2**22.
         self._pid = 2**23 + rank
-        # Row, name, begin and end in seconds of `time.perf_counter`, and what the span shows.
+        # Row, name, begin and end in seconds of `time.perf_counter`, and details by name.
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
 
     def add(
@@ -61,14 +62,15 @@ class Timeline:
         rows: list[tuple[str, BucketRecord | GatherRecord, Sequence[str]]]
         rows = [(record.bucket, record, OF_BUCKET) for record in records]
         rows += [(f"{gather.bucket} parameters", gather, OF_GATHER) for gather in gathers]
-        for row, record, shown in rows:
+        for row, record, attributes in rows:
             of_stage = {"iteration": iteration}
-            of_record = of_stage | {attribute: getattr(record, attribute) for attribute in shown}
+            of_record = of_stage | {name: getattr(record, name) for name in attributes}
             self._spans.append((row, row, record.launched_s, record.finished_s, of_record))
+            # A stage's span is (stage, begin, end).
             self._spans += [(row, *span, of_stage) for span in record.timer.spans]
 
     def events(self, origin_us: float) -> list[dict[str, Any]]:
-        """All events, in the Trace Event Format: the names of the rows, then the spans.
+        """Returns all events in the Trace Event Format: the names of the rows, then the spans.
 
         Args:
             origin_us: microseconds of `time.perf_counter` at which the trace's times are 0.
@@ -96,9 +98,9 @@ class Timeline:
 
 
 class IterationProfile:
-    """Writes the file when its last iteration has ended, or at the end of the run.
+    """Profiles some iterations; writes `profile.json` after the last of them, or at the run's end.
 
-    For `Isolated`: a failing disk or profiler raises.
+    A failing disk or profiler raises: wrap it in `Isolated`.
 
     Args:
         run_dir: the run's folder, which exists.
@@ -113,12 +115,12 @@ class IterationProfile:
         self._profiler: Any = None
 
     def begin(self, iteration: int) -> None:
-        """Starts the profiler if this iteration is its first."""
+        """Starts the profiler if this iteration is to be profiled and the profiler is not on."""
         if iteration not in self._profiled or self._profiler is not None:
             return
         if profiler_is_on():
-            # Two active profilers break each other, and torch does not refuse the second.
-            self._profiled = range(0)
+            # Two active profilers break each other, and torch does not refuse the second one.
+            self._profiled = range(0)  # profile nothing
             logger.error("%s is not written: another torch.profiler is active", PROFILE_FILE)
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -126,7 +128,7 @@ class IterationProfile:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            # The progress thread is older than the profiler, which would leave it out otherwise.
+            # By default the profiler leaves out threads older than itself: the progress thread.
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         self._profiler.start()
@@ -153,9 +155,9 @@ class IterationProfile:
         profiler.export_chrome_trace(str(torch_path))
         trace = json.loads(torch_path.read_text(encoding="utf-8"))
         torch_path.unlink()
-        # The trace counts from a time of the calendar, our events by `time.perf_counter`.
-        origin_on_calendar_us = trace.get("baseTimeNanoseconds", 0) / 1e3
-        calendar_before_counter_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
-        origin_us = origin_on_calendar_us - calendar_before_counter_us
+        # The trace's times count from a Unix time; our events use `time.perf_counter`.
+        origin_unix_us = trace.get("baseTimeNanoseconds", 0) / 1e3
+        unix_minus_counter_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
+        origin_us = origin_unix_us - unix_minus_counter_us
         trace["traceEvents"] += self._timeline.events(origin_us)
         write_whole(self._run_dir / PROFILE_FILE, json.dumps({"displayTimeUnit": "ms", **trace}))

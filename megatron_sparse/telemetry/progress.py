@@ -1,6 +1,6 @@
-"""Progress of a training run: means over its last iterations, and their words.
+"""Progress of a training run: means over its last iterations, and the texts that show them.
 
-Also what keeps a failing display, of progress or of anything else, from ending the run.
+Also `Isolated`, which keeps a failing display, of progress or anything else, from ending the run.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Isolated[Shown]:
         self._works = True
 
     def do(self, act: Callable[[Shown], None], *, always: bool = False) -> None:
-        """Calls `act` with what is shown; does nothing once that has failed.
+        """Calls `act` with the dashboard, profile or progress; does nothing after a first failure.
 
         Args:
             act: what to do.
-            always: also after a failure, to close it: it may hold files and threads.
+            always: call `act` even after a failure, to close what may hold files and threads.
         """
         if not (self._works or always):
             return
@@ -84,6 +84,7 @@ class RunProgress:
         self.name = name or "run"
         self.total = total
         self._last: deque[IterationBreakdown] = deque(maxlen=WINDOW)
+        # One more: the time of WINDOW iterations lies between WINDOW + 1 ends.
         self._ended_s: deque[float] = deque(maxlen=WINDOW + 1)
         self._loss: float | None = None
 
@@ -118,9 +119,9 @@ class RunProgress:
         return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in stages}
 
     def left_s(self) -> float | None:
-        """Seconds to the end at the pace of the last iterations, time between them included.
+        """Predicts the seconds to the run's end, at the pace of the last iterations.
 
-        None before the second iteration, and without a total.
+        Includes the time between iterations. None before the second one, and without a total.
         """
         if self.total is None or len(self._ended_s) < 2:
             return None
@@ -128,14 +129,14 @@ class RunProgress:
         return max(0, self.total - self.latest.iteration) * pace_s
 
     def place(self) -> str:
-        """`120/500, 1:52 left`; no time left is shown for the last iteration."""
+        """Formats the position in the run: `120/500, 1:52 left`, or `500/500` at the end."""
         total = "" if self.total is None else f"/{self.total}"
         left_s = self.left_s()
         left = "" if not left_s else f", {clock(left_s)} left"
         return f"{self.latest.iteration}{total}{left}"
 
     def facts(self) -> str:
-        """Loss, bytes sent of both halves, density, and the phase that explains the density."""
+        """Formats loss, bytes sent for gradients and parameters, density, and the phase."""
         last = self.latest
         sent = size(last.wire_bytes + last.param_wire_bytes)
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
@@ -153,7 +154,7 @@ class RunProgress:
         return f"{self.name}: {self.place()}  {self.facts()}  {ms(self.iteration_ms)} ms = {parts}"
 
     def traffic(self) -> str:
-        """Means of the exposed communication, with its parts, and of the overlapped time.
+        """Formats means of the exposed communication, with its parts, and of the overlapped time.
 
         Such as `exposed: 12.00%, 30.00 of 250.00 ms (gradients 20.00, parameters 10.00);
         5.00 ms overlapped`, in one line.
@@ -165,7 +166,7 @@ class RunProgress:
         return f"exposed: {share}, {of_all(figures)}; {overlapped} ms overlapped"
 
     def pace(self) -> str:
-        """Time of an iteration, and tokens per second where known."""
+        """Formats the mean time of an iteration, and tokens per second where known."""
         speed = rate(self.latest.tokens_per_s, self.latest.model_tflop_per_s)
         count = len(self._last)
         over = "so far" if count == 1 else f"mean of the last {count}"
@@ -174,7 +175,7 @@ class RunProgress:
 
 
 def clock(seconds: float) -> str:
-    """A duration as `1:52`, as `2:03:04` from an hour on, as `3d 04:05` from a day on.
+    """Formats a duration: `1:52`, from an hour on `2:03:04`, from a day on `3d 04:05`.
 
     Example:
         >>> [clock(112), clock(7384), clock(3 * 86400 + 14700)]

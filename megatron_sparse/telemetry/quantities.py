@@ -32,18 +32,14 @@ STAGE_MEANINGS = {
 
 
 def exposed_share(stage_ms: Mapping[str, Any], iteration_ms: float | None) -> float | None:
-    """Exposed communication: the thread's waits over the iteration's time.
+    """Returns the share of exposed communication: the thread's waits over the iteration's time.
 
-    The one definition, for an iteration as for a run: waits for gradients and for parameters
-    together. Of several iterations, pass sums or means, never medians: the sum of all waits over
-    the sum of all times.
+    Every report uses this definition: waits for gradients and for parameters together. Of several
+    iterations, pass sums or means, never medians: the sum of all waits over the sum of all times.
 
     Args:
         stage_ms: milliseconds by stage.
-        iteration_ms: of the whole.
-
-    Returns:
-        The share; None without a time.
+        iteration_ms: milliseconds of the whole iteration; None or 0 if unknown: returns None.
 
     Example:
         >>> exposed_share({"host_wait": 10.0, "param_wait": 5.0, "optimizer": 20.0}, 100.0)
@@ -60,7 +56,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def ms(time_ms: float | None) -> str:
-    """Milliseconds with two decimals, from 10 s on with none; `-` for None.
+    """Formats milliseconds with two decimals, from 10 s on with none; `-` for None.
 
     Example:
         >>> ms(12.345), ms(16250.17)
@@ -73,7 +69,7 @@ def ms(time_ms: float | None) -> str:
 
 
 def percent(ratio: float | None) -> str:
-    """Two decimals, or as many as a smaller share needs to show two digits; `-` for None.
+    """Formats a ratio as a percentage: two decimals, below 0.1 % two digits; `-` for None.
 
     Example:
         >>> percent(0.0123), percent(0.0000456)
@@ -85,7 +81,7 @@ def percent(ratio: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units.
+    """Formats a number of bytes in binary units.
 
     Example:
         >>> size(3 * 2**20)
@@ -99,7 +95,7 @@ def size(count: float) -> str:
 
 
 def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
-    """Tokens and operations per second; empty if both are unknown.
+    """Formats tokens and operations per second; empty if both are unknown.
 
     Example:
         >>> rate(12345.6, 71.25), rate(980.4, None), rate(None, None)
@@ -113,12 +109,12 @@ def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
 def thread_parts(
     stage_ms: Mapping[str, Any], iteration_ms: float | None, *, gathers: bool = True
 ) -> dict[str, Any]:
-    """Milliseconds of the training thread's stages and, as `REST`, of what no stage accounts for.
+    """Splits an iteration into the training thread's stages and `REST`, the time in no stage.
 
     Args:
         stage_ms: milliseconds by stage: of an iteration, or means or medians; None: unknown.
-        iteration_ms: of the whole; None without an iteration, which has no rest.
-        gathers: whether parameters are gathered; leaves out the wait for them otherwise.
+        iteration_ms: milliseconds of the whole iteration; None, without iterations, omits `REST`.
+        gathers: whether parameters are gathered; otherwise the wait for them is left out.
 
     Example:
         >>> stage_ms = {"forward_backward": 6.0, "optimizer": 1.0, "host_wait": 2.0}
@@ -140,7 +136,7 @@ def at_target(summary: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scope(summary: Mapping[str, Any]) -> str:
-    """The iterations that `at_target` covers, in words.
+    """Says in words how many iterations `at_target` covers.
 
     Example:
         >>> scope({"phases": {"target": {"iterations": 70, "density": 0.1}}})
@@ -153,12 +149,12 @@ def scope(summary: Mapping[str, Any]) -> str:
 
 
 def target_density(configured: float | str | None, summary: Mapping[str, Any]) -> float | None:
-    """The density that a run was to reach; None if it leaves nothing out, as a dense run does.
+    """Returns the density that a run was to reach; None for a run that sent all elements (dense).
 
     Args:
-        configured: `compression.density`, which a dense run has, too; for `auto` the density that
-            was sent is returned.
-        summary: of its iterations.
+        configured: `compression.density`, set also in dense runs; for `auto` the density that was
+            sent is returned.
+        summary: of the run's iterations, with `phases`.
     """
     phases = summary["phases"]
     steady = phases.get("target") or phases.get("off")
@@ -170,15 +166,15 @@ def target_density(configured: float | str | None, summary: Mapping[str, Any]) -
 
 
 def of_all(figures: Mapping[str, Any]) -> str:
-    """`<mean waits> of <mean iteration> ms`, and both halves' parts if parameters took any.
+    """Formats the waits as `30.00 of 250.00 ms`; adds the gradients' and parameters' share, if any.
 
     Returns `-` if the waits are unknown. Of `figures` it reads the means of stages and iteration.
     """
     grad_ms, param_ms = (figures["stage_ms_mean"][stage] for stage in WAITS)
     if grad_ms is None:
         return "-"
-    halves = f" (gradients {ms(grad_ms)}, parameters {ms(param_ms)})" if param_ms else ""
-    return f"{ms(grad_ms + param_ms)} of {ms(figures['iteration_ms_mean'])} ms{halves}"
+    parts = f" (gradients {ms(grad_ms)}, parameters {ms(param_ms)})" if param_ms else ""
+    return f"{ms(grad_ms + param_ms)} of {ms(figures['iteration_ms_mean'])} ms{parts}"
 
 
 @dataclass(frozen=True)
@@ -237,10 +233,13 @@ PHASE_COLUMNS = {
 
 
 def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of name and `PHASE_COLUMNS`: of each phase, of all, inside nodes, of parameters."""
+    """Makes the rows of the table of bytes: phases, all together, inside nodes, parameters.
+
+    A row is its name and a cell for each of `PHASE_COLUMNS`.
+    """
 
     def row(name: str, figures: Mapping[str, Any]) -> list[str]:
-        """A cell is empty where the figures lack its column."""
+        """Makes a row; a cell is empty where the figures lack its column."""
         cells = []
         for field, (_, text) in PHASE_COLUMNS.items():
             cells.append(text(figures[field]) if field in figures else "")

@@ -1,8 +1,9 @@
-"""When the ranks were ready: the lines of a run, their statistics, and which rank was last.
+"""When each rank was ready to synchronise a bucket: written, read, and summarised.
 
 `readiness.jsonl` has one line for each bucket and iteration: how long each rank of the group waited
-for the last one, in milliseconds (`waited_ms`, 0 for the straggler). Runs write it unless
-`straggler.mode` is `off` or `pinned`.
+for the last one, in milliseconds (`waited_ms`, 0 for the last, the straggler). Runs write it unless
+`straggler.mode` is `off` or `pinned`. The *delay* of a bucket is how much later than all others the
+straggler was ready.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ READINESS_FILE = "readiness.jsonl"
 
 
 def readiness_line(record: ReadinessRecord) -> str:
-    """The line of `readiness.jsonl` for one bucket in one step."""
+    """Returns the line of `readiness.jsonl` for one bucket in one step."""
     return json.dumps(
         {
             "iteration": record.step + 1,
@@ -36,7 +37,7 @@ def readiness_line(record: ReadinessRecord) -> str:
 
 
 def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
-    """Yields the measured delays of a run, line by line; none without a file.
+    """Yields the records of a run's `readiness.jsonl`; none if there is no file.
 
     Raises:
         ConfigError: the file is not what a run writes.
@@ -53,7 +54,7 @@ def read_readiness(run_dir: Path) -> Iterator[ReadinessRecord]:
 
 
 def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
-    """The records of `read_readiness` by bucket, in the order of steps."""
+    """Reads the records of a run: bucket -> its records in the order of steps."""
     found: dict[str, list[ReadinessRecord]] = defaultdict(list)
     for record in read_readiness(run_dir):
         found[record.bucket].append(record)
@@ -61,16 +62,15 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
 
 
 def summary_of(records: Iterable[ReadinessRecord]) -> dict[str, Any] | None:
-    """Statistics of the last rank's delays, as fields of `summary.json`; None without records.
+    """Computes statistics of the delays, as fields of `summary.json`; None without records.
 
     Args:
-        records: those of one bucket in the order of steps; of each it keeps only the delay and the
-            last rank.
+        records: of all buckets, each bucket's in the order of steps.
 
     Returns:
         `count` of the records; `median_ms`, `mean_ms` and `max_ms` of the delays; `persistence`,
-        see `straggler.detector` (None for fewer than two steps); `rank`, the one that was last most
-        often, and `share`, how often it was.
+        the share of steps in which the same rank was last as in the step before (None for fewer
+        than two steps); `rank`, the one that was last most often, in `share` of the records.
     """
     delays_ms, last_ranks = array("d"), defaultdict[str, array[int]](lambda: array("i"))
     for record in records:
@@ -78,7 +78,7 @@ def summary_of(records: Iterable[ReadinessRecord]) -> dict[str, Any] | None:
         last_ranks[record.bucket].append(last_rank(record.ready_s))
     if not delays_ms:
         return None
-    repeats = []  # for two steps of a bucket that follow one another: the same rank was last
+    repeats = []  # for each two successive steps of a bucket: whether the same rank was last
     for ranks in last_ranks.values():
         repeats += [rank == following for rank, following in pairwise(ranks)]
     counts = Counter(chain(*last_ranks.values()))
@@ -95,14 +95,12 @@ def summary_of(records: Iterable[ReadinessRecord]) -> dict[str, Any] | None:
 
 
 def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[str, float]:
-    """A step's straggler metrics for the dashboards.
-
-    `straggler/delay_ms` (summed over buckets) and `straggler/rank` (with the longest delay) belong
-    to the step before the last, `straggler/buckets_without` to this one.
+    """Computes a step's straggler metrics for the dashboards.
 
     Args:
-        records: records of the step before the last; empty if nothing is measured.
-        without: number of buckets that skipped a rank.
+        records: of an earlier step (see `metrics.bucket_scalars`), for `straggler/delay_ms` (summed
+            over buckets) and `straggler/rank` (of the longest delay); empty if nothing is measured.
+        without: number of buckets of this step that were synchronised without the straggler.
     """
     if not records:
         return {"straggler/buckets_without": float(without)} if without else {}

@@ -100,7 +100,7 @@ class RunTelemetry:
         self._sinks = [Isolated(sink, type(sink).__name__) for sink in sinks]
         self._config = resolved_config or {}
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
-        # Of the current iteration; `end_iteration` empties them.
+        # Of the current iteration; `end_iteration` takes and empties them.
         self._records: list[BucketRecord] = []
         self._gathers: list[GatherRecord] = []
         self._readiness: list[ReadinessRecord] = []
@@ -110,8 +110,8 @@ class RunTelemetry:
         self._profile: Isolated[IterationProfile] | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
-        self._since_flush = 0
-        self._machine: dict[str, Any] | None = None
+        self._since_flush = 0  # iterations
+        self._machine: dict[str, Any] | None = None  # see `machine`
         self._closed: dict[str, Any] | None = None  # the summary, from `close` on
         self._files: tuple[JsonLines, ...] = ()
         self._lock = ExitStack()
@@ -159,10 +159,10 @@ class RunTelemetry:
         return self._is_writer and every > 0 and iteration % every == 0
 
     def begin_iteration(self, iteration: int) -> None:
-        """Starts torch.profiler if this iteration is the first to profile.
+        """Begins an iteration: drops earlier waits, and starts torch.profiler if it is to profile.
 
-        Waits since the last iteration are dropped, such as for parameters before an evaluation:
-        they are not in this iteration's time. Bytes that were sent meanwhile count to it.
+        The training thread may have waited for parameters since the last iteration, such as before
+        an evaluation. That is not in this iteration's time, but the bytes sent are in its bytes.
         """
         self._step_s.pop("param_wait", None)
         if self._profile is not None:
@@ -203,16 +203,7 @@ class RunTelemetry:
         replaces all lines from that number on. On CUDA this waits for the events of the iteration's
         stages: call it after the optimizer step, when the losses are read anyway.
 
-        Args:
-            iteration: number of the iteration, as the training loop counts.
-            iteration_s: wall-clock seconds of the iteration.
-            loss: a number on the host; None if unknown.
-            grad_norm: a number on the host; None if unknown.
-            skipped: the optimizer refused the step.
-            extra: further numbers, see `iteration_breakdown`.
-
-        Returns:
-            The breakdown, on every rank.
+        Takes the arguments of `iteration_breakdown`; returns the breakdown, on every rank.
         """
         assert self._closed is None, "end_iteration after close"
         # From here on new records belong to the next iteration.
@@ -234,13 +225,13 @@ class RunTelemetry:
             gathers=gathers,
         )
         if self._last is None or iteration <= self._last.iteration:
-            # Drops the lines that the run writes again.
+            # The run repeats iterations, or resumes (`_last` is None): drop what it will rewrite.
             self._history.cut(iteration)
             self._on_files(lambda file: file.cut(iteration))
         self._last = breakdown
         self._history.append(breakdown)
         if self._machine is None:
-            # Read it now: at the end of the run the process group may be gone.
+            # Read now, because at the end of the run the process group may be destroyed.
             self._machine = machine()
         if self._files:
             self._write(breakdown, records, readiness)
@@ -334,7 +325,7 @@ class RunTelemetry:
             logger.error("no more JSON lines are written in this run: %s", error)
 
     def _summary(self) -> dict[str, Any]:
-        """The fields of `summary.json`, but for those that `close` is given."""
+        """Returns the fields of `summary.json`, except `close`'s arguments."""
         compression = self._config.get("compression") or {}
         of_history = self._history.summary()
         return {
@@ -348,8 +339,8 @@ class RunTelemetry:
 
 
 def machine() -> dict[str, Any]:
-    """Ranks and device; makes no CUDA context."""
-    # is_initialized: asking for the device's name must not make a CUDA context on a CPU run.
+    """Returns the number of ranks and the device's name."""
+    # Not is_available: asking for a GPU's name makes a CUDA context, also in a CPU run.
     cuda = torch.cuda.is_initialized()
     distributed = dist.is_available() and dist.is_initialized()
     return {
@@ -359,7 +350,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of this package and of what it runs on; None for what is not there.
+    """Returns the versions of this package and of what it runs on; None for what is missing.
 
     `cuda` is None, too, if this process has not used a GPU.
     """

@@ -1,11 +1,12 @@
-"""One run at a time in a folder: the lock that the process which writes a run's folder holds.
+"""Locks a run's folder, so that only one run at a time writes it.
 
-The launcher of `megatron-sparse train` holds it, or rank 0 of ranks that torchrun or srun
-started; with `install`, the rank that writes the folder (`RunTelemetry`). It is the kernel's
-lock of the file `lock` (flock), which ends with its process, however that ends. Some network file
-systems keep such locks on one host only. So the file also names its holder, who touches it every
-`BEAT_S`: where another host's holder touched it less than `STALE_S` ago, the folder is taken. After
-a host was lost, its folder is free after that time; a job that Slurm has requeued need not wait.
+The *holder* of the lock is the launcher of `megatron-sparse train`, or rank 0 of ranks that
+torchrun or srun started; with `install`, the rank that writes the folder (`RunTelemetry`). The lock
+is the kernel's (flock), of the file `lock`: it ends with the holder's process. On some network file
+systems other machines (hosts) do not see such a lock. So the file also names the holder, which
+updates the file's time every `BEAT_S`. If a holder on another host did so less than `STALE_S` ago,
+the folder is taken. If that host was lost, the folder is free after that time; a job that Slurm has
+requeued need not wait.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ BEAT_S, STALE_S = 15.0, 90.0
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which exists.
+    """Locks an existing folder for the time of the `with` body.
 
     Raises:
-        ConfigError: another process holds it; names it.
+        ConfigError: another process has locked it; names the process.
         OSError: the lock cannot be written.
     """
     path = run_dir / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        holder = _read(file)  # who holds the folder, or was killed while it did
+        # The present holder; or one that was killed, as a holder removes its name when it ends.
+        holder = _read(file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Read again: the holder may have come in between.
+            # Read again: the holder may have taken the lock after the first reading.
             raise _taken(run_dir, _read(file)) from None
-        if not _is_there(file, path):
+        if not _is_there(file, path):  # another process has moved the folder
             raise _taken(run_dir, {})
         silent_s = time.time() - os.fstat(file).st_mtime
         if _holds_elsewhere(holder, silent_s):
@@ -61,14 +63,14 @@ def locked(run_dir: Path) -> Iterator[None]:
             beat.join()
             with suppress(OSError):  # a full disk
                 _write(file, {})
-            # Closing alone would leave it to forked children, such as a loader's workers.
+            # Closing does not unlock while forked children, such as a loader's workers, live.
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
 
 
 def _is_there(file: int, path: Path) -> bool:
-    """Whether an open file still has this name, and was not moved with its folder meanwhile."""
+    """Whether `path` still names this open file, which another process could have moved."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -76,7 +78,7 @@ def _is_there(file: int, path: Path) -> bool:
 
 
 def _own() -> dict[str, Any]:
-    """This process as a holder: what the file says of it."""
+    """Returns how the file names this process as the holder."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -86,9 +88,9 @@ def _own() -> dict[str, Any]:
 
 
 def _holds_elsewhere(holder: Mapping[str, Any], silent_s: float) -> bool:
-    """Whether a holder on another host is alive, although this host's kernel gave the lock.
+    """Whether the holder is on another host, where this host's kernel does not see it, and alive.
 
-    `silent_s`: seconds since the holder touched the file.
+    `silent_s`: seconds since the holder updated the file's time.
     """
     is_here = holder.get("host") == socket.gethostname()
     if not holder or is_here or silent_s > STALE_S:
@@ -105,7 +107,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """The holder that the file names; empty if it names none."""
+    """Returns the holder that the file names; empty if it names none."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))  # more than `_write` ever writes
     except ValueError:
@@ -119,7 +121,7 @@ def _write(file: int, holder: Mapping[str, Any]) -> None:
 
 
 def _taken(run_dir: Path, holder: Mapping[str, Any]) -> ConfigError:
-    """The error of a folder that another process holds; names the holder unless it is empty."""
+    """Makes the error for a folder that another process has locked; an empty holder is unknown."""
     who = "another process"
     if holder:
         who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"

@@ -64,7 +64,7 @@ class WandbSink:
 
     def __init__(self, run: Any, config: Mapping[str, Any]) -> None:
         self._run = run
-        # Draw curves over the iteration: wandb's own step counts rows, and restarts on resume.
+        # Draw curves over the iteration: wandb's step counts rows, and restarts on resume.
         run.define_metric(STEP, hidden=True)
         for group in GROUPS:
             run.define_metric(f"{group}/*", step_metric=STEP)
@@ -82,18 +82,14 @@ class WandbSink:
 
 @contextmanager
 def hidden_from_wandb() -> Iterator[None]:
-    """Takes the variables of Slurm that may hold secrets out of the environment for a while.
+    """Removes SLURM_* variables that may hold secrets from the environment, in the `with` body.
 
-    wandb's service keeps every SLURM_* variable that it inherits in the run's metadata, SLURM_JWT
-    and SLURM_EXPORT_ENV among them. Start the service inside this.
+    wandb's service stores every SLURM_* variable that it inherits in the run's metadata, SLURM_JWT
+    and SLURM_EXPORT_ENV among them. So start the service in the `with` body.
     """
-    hidden = {}
-    for name, value in os.environ.items():
-        if not name.startswith("SLURM_"):
-            continue
-        variable = {name: value}
-        if recorded_environment(variable) != variable:  # it leaves out or redacts secrets
-            hidden[name] = value
+    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    recorded = recorded_environment(slurm)  # with secrets left out or redacted
+    hidden = {name: value for name, value in slurm.items() if recorded.get(name) != value}
     for name in hidden:
         del os.environ[name]
     try:
@@ -103,7 +99,7 @@ def hidden_from_wandb() -> Iterator[None]:
 
 
 def run_id(wandb_dir: Path) -> str:
-    """The id stored in `wandb_dir`; the first call makes one."""
+    """Returns the W&B run's id from a file in `wandb_dir`; the first call makes id and file."""
     path = wandb_dir / "run-id.txt"
     if not path.exists():
         wandb_dir.mkdir(parents=True, exist_ok=True)
@@ -112,9 +108,9 @@ def run_id(wandb_dir: Path) -> str:
 
 
 def wandb_mode(tracking: TrackingConfig) -> str:
-    """The mode that W&B runs in: `online`, `offline` or `disabled`.
+    """Returns the mode that W&B runs in, such as `online`, `offline` or `disabled`.
 
-    `tracking.wandb` decides. `auto` follows WANDB_MODE if the user set it; else it is `online` with
+    That is `tracking.wandb`. For `auto` it is WANDB_MODE if the user set it; else `online` with
     credentials and `offline` without. Contacts no server.
 
     Raises:
@@ -126,9 +122,9 @@ def wandb_mode(tracking: TrackingConfig) -> str:
 
 
 def _has_credentials() -> bool:
-    """Whether wandb would find a key or token without asking; neither is kept or printed.
+    """Whether wandb would find a key or token without asking the user; stores and prints neither.
 
-    `wandb.login(prompt=False)` would tell too, but prints, and asks the server.
+    Not `wandb.login(prompt=False)`, which prints, and contacts the server.
     """
     require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
     import wandb
@@ -140,6 +136,6 @@ def _has_credentials() -> bool:
     try:
         from wandb.sdk.lib.wbauth import read_netrc_auth
     except ImportError:
-        # Up to 0.22 the lookup in netrc was elsewhere; its public face is deprecated since.
+        # wandb up to 0.22 reads netrc elsewhere; later versions deprecate `api.api_key`.
         return bool(wandb.api.api_key)
     return bool(read_netrc_auth(host=settings.base_url))
