@@ -67,7 +67,7 @@ def code() -> Iterator[Document]:
 
 def prose() -> Iterator[Document]:
     """Yields a document for each file: its English paragraphs that no earlier file had."""
-    seen: set[bytes] = set()  # hashes of the paragraphs yielded so far
+    seen: set[bytes] = set()  # hashes of all paragraphs so far
     for name, read_texts in shown(_prose_sources(), "read documentation"):
         new_paragraphs = []
         for text in read_texts():
@@ -167,11 +167,11 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def fingerprint(kind: str) -> str:
-    """A digest of everything that decides a corpus's text; costs one listing of the library."""
+    """Hashes what decides a corpus's text: rules, versions, and the files' names and sizes."""
     root = _stdlib()
     facts: list[Any] = [_REVISION, kind, platform.python_version()]
     facts += [(p.relative_to(root).as_posix(), p.stat().st_size) for p in _python_files(root)]
-    for name in _PROSE_FOLDERS if kind == "prose" else ():  # code reads no packages
+    for name in _PROSE_FOLDERS if kind == "prose" else ():  # `code` has no packages
         installed = _installed(name)
         facts.append((name, installed.version if installed else None))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

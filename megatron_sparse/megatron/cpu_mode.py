@@ -157,7 +157,7 @@ def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Megatron's move to the CPU: `as_numpy` also converts a tensor that is there already."""
+    """Wraps `maybe_move_tensor_to_cpu`: `as_numpy` converts tensors that are on the CPU, too."""
 
     @functools.wraps(original)
     def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -290,7 +290,7 @@ def enable() -> None:
             remedy="move the call to the top of the script",
         )
     _apply(CORE_PATCHES)
-    # It warns when it saves the CUDA generator's state, which here is the CPU's.
+    # Megatron warns if the CPU generator's state changes in a GPU generator's context: one here.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -309,9 +309,7 @@ def properties() -> AbstractContextManager[object]:
 
 
 def enable_training() -> None:
-    """Lets `megatron.training` run on the CPU, after `enable`, with the repairs of `repairs`.
-
-    Imports it. Idempotent.
+    """Imports `megatron.training` and lets it run on the CPU; also applies `repairs`. Idempotent.
 
     Raises:
         HostError: `enable` was not called, or Megatron lacks a symbol.

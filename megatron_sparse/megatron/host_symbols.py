@@ -1,9 +1,8 @@
 """The functions and classes of Megatron that the plugin hooks, and whether this Megatron has them.
 
-Also the versions of Megatron that the tests run on.
-
-`attach` needs the first three (megatron-core 0.16.1 and later); `install` needs all (the training
-loop ships with megatron-core 0.19 and later).
+Also the versions of Megatron that the tests run on. Of the symbols, `attach` needs the first three
+(megatron-core 0.16.1 and later); `install` needs all (the training loop ships with megatron-core
+0.19 and later).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 def untested_megatron() -> str | None:
     """Returns a warning if the tests do not run on this version of Megatron; None if they do.
 
-    Imports `megatron.core` for its version, because a checkout has no package metadata.
+    Imports `megatron.core` for its version: it may be a checkout, without package metadata.
     """
     # Megatron appends "+" and a commit if the current folder is in a git checkout.
     version: str = import_module("megatron.core").__version__.split("+")[0]

@@ -128,7 +128,7 @@ class WatchedOptimizer:
         has_update = hasattr(optimizer, UPDATE)
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """The original step, with sums confirmed, timed and reported to `end`."""
+            """Calls the original step with all sums confirmed; times it, and reports to `end`."""
             start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
                 if not has_update:  # else `confirmed_update` confirms, when that costs no wait

@@ -24,10 +24,10 @@ SEQUENCE, VOCABULARY, MICRO_BATCH = 256, 8192, 4
 
 
 class SmallGPT:
-    """Model, DDP wrap, optimizer and data, by megatron.core alone: one process can hold several.
+    """A small GPT with DDP wrap, optimizer and data, by megatron.core alone.
 
-    The same weights on every rank, and in every copy. Needs an initialised process group and, where
-    there is no GPU, the CPU mode.
+    One process can hold several, unlike with Megatron's `pretrain`. The weights are the same on
+    every rank and in every copy. Needs an initialised process group and, without a GPU, CPU mode.
     """
 
     def __init__(self, *, overlap: bool) -> None:

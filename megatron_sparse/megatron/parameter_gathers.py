@@ -4,6 +4,7 @@ With the distributed optimizer a rank updates one shard of each bucket; then the
 parameters, in one of three ways (`parameters.method`): *raw* is Megatron's own all-gather, only
 timed here; *exact* sends how far each number has moved; *lossy* sends quantised differences.
 Megatron gathers in `start_param_sync`, which `bucket_group` overrides to call `ParameterGathers`.
+Names with `host` are Megatron's: `group.host` is its bucket group, a `host_bucket` its bucket.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class ParameterGathers:
         self, group: GroupBuckets, chooser: GatherChooser, transport: Transport, progress: Progress
     ) -> None:
         """Makes an exact or lossy gather for each bucket of a group; none if raw is chosen."""
-        tensors = [host.param_data.view(-1) for host in group.host.buckets]
+        tensors = [host_bucket.param_data.view(-1) for host_bucket in group.host.buckets]
         way = chooser.choose(tensors)
         if way is None:  # raw
             return
@@ -231,9 +232,9 @@ def _parameter_buffers(group: GroupBuckets) -> Iterator[tuple[Bucket, torch.Tens
     Without it a bucket of Megatron's may be several of the plugin's, and nothing is gathered.
     """
     if group.host.ddp_config.use_distributed_optimizer:
-        for bucket, host in zip(group.buckets, group.host.buckets, strict=True):
-            if host.param_data is not None:
-                yield bucket, host.param_data.view(-1)
+        for bucket, host_bucket in zip(group.buckets, group.host.buckets, strict=True):
+            if host_bucket.param_data is not None:
+                yield bucket, host_bucket.param_data.view(-1)
 
 
 NOT_SHARDED = "without the distributed optimizer"

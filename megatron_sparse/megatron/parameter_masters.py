@@ -168,8 +168,8 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
         spans: see `optimizer_spans`.
     """
     rank = dist.get_rank(group.process_group)
-    for bucket, host in zip(group.buckets, group.host.buckets, strict=True):
-        values_N = host.param_data.view(-1)
+    for bucket, host_bucket in zip(group.buckets, group.host.buckets, strict=True):
+        values_N = host_bucket.param_data.view(-1)  # the whole bucket of Megatron's
         if values_N.dtype != torch.float32:
             continue
         shard = bucket.shard(rank)

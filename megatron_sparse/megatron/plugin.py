@@ -1,4 +1,4 @@
-"""`install`: the plugin in a script that runs Megatron-LM's own `pretrain`.
+"""`install`: hooks the plugin into a script that calls Megatron-LM's own `pretrain`.
 
 Five functions of `megatron.training.training` are wrapped, each for one reason:
 `setup_model_and_optimizer` has Megatron's arguments before a model is built (refusals);
@@ -66,7 +66,7 @@ class Plugin:
         self, config: SparseConfig, run_dir: Path | None, resolved_config: dict[str, Any] | None
     ) -> None:
         require_host_symbols("install")
-        checkpoint_process.end_with_rank()
+        checkpoint_process.end_with_rank()  # for processes that Megatron starts to save
         self.config = config
         self.attachment: Attachment | None = None
         self.telemetry: RunTelemetry | None = None

@@ -67,7 +67,7 @@ class LossyGather(ShardGather[LossyWay]):
     def begin_step(self) -> None:
         """Gives the optimizer its master. Call it when no gather is under way."""
         self._was_changed, self._changed = self._changed, True
-        self._install(master=True)
+        self._put_into_buffer(master=True)
 
     def end_step(self, *, accepted: bool) -> None:
         """Ends a step: if it was not accepted, restores what `begin_step` has changed.
@@ -80,14 +80,14 @@ class LossyGather(ShardGather[LossyWay]):
         self._changed = self._was_changed
         # If an earlier accepted step still waits for its gather, the master was in the buffer.
         if not self._changed:
-            self._install(master=False)
+            self._put_into_buffer(master=False)
 
     def release(self) -> None:
         """Puts the master into the buffer, for a raw gather by Megatron; forgets the replica.
 
         Call it on every rank, between two gathers.
         """
-        self._install(master=True)
+        self._put_into_buffer(master=True)
         self.forget()
 
     def settled_master(self) -> torch.Tensor | None:
@@ -123,11 +123,11 @@ class LossyGather(ShardGather[LossyWay]):
         if not self._changed:  # no step since the last gather
             return NOTHING
         assert self._kept_M is not None, "else the gather is raw, and encodes nothing"
-        self._install(master=True)  # now `_kept_M` is the replica
+        self._put_into_buffer(master=True)  # now `_kept_M` is the replica
         master_M, replica_M = self._own_M, self._kept_M
         sent = encode_difference(master_M, replica_M, bits=self._way.bits, epoch=number)
         add_difference_(sent, replica_M, epoch=number)
-        self._install(master=False)
+        self._put_into_buffer(master=False)
         self._changed = False
         return sent
 
@@ -144,7 +144,7 @@ class LossyGather(ShardGather[LossyWay]):
             self._kept_M = self._own_M.clone()
             self._master_is_kept, self._changed = True, False
 
-    def _install(self, *, master: bool) -> None:
+    def _put_into_buffer(self, *, master: bool) -> None:
         """Swaps buffer and `_kept_M`, unless the buffer already has the master (or the replica)."""
         # None: the next gather is raw, and until then the buffer has the only copy.
         if self._kept_M is None or self._master_is_kept != master:

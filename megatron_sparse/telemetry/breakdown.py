@@ -1,8 +1,9 @@
 """One iteration in numbers: where its time went and what it sent.
 
 Everything here is a pure function of the reducer's records. Do not add up the two kinds of time:
-step stages are disjoint parts of the training thread's iteration; bucket stages are summed over
-buckets and may run in parallel with the thread and with each other.
+*step stages* are disjoint parts of the training thread's iteration; *bucket stages* are summed over
+buckets and may run in parallel with the thread and with each other. Communication for which the
+thread waits is *exposed*; what runs beside its computation is *overlapped*.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table at the end of a run, and the summary of a finished one."""
+"""Prints the tables at the end of a run, or for the `summary.json` of a finished run."""
 
 from __future__ import annotations
 

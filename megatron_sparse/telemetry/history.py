@@ -1,4 +1,4 @@
-"""The whole run in columns, and its summary.
+"""Stores numbers of all iterations of a run in columns, and computes the run's summary from them.
 
 A row is one iteration: under 30 numbers of 8 bytes, so a million iterations take under 240 MB and
 the summary needs no second pass over the files.

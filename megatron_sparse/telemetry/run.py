@@ -1,4 +1,4 @@
-"""The sink of a training run: collects, adds up, writes files and feeds the dashboards."""
+"""`RunTelemetry`: collects a run's measurements, sums them up, writes files, feeds dashboards."""
 
 from __future__ import annotations
 
