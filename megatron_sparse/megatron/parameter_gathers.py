@@ -144,7 +144,7 @@ class ParameterGathers:
         self._compressed[id(group)] = gathers
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Makes the next gather raw after any module of the model has loaded parameters."""
+        """Makes the gather after a module has loaded parameters raw: ranks may differ in them."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -166,7 +166,7 @@ class ParameterGathers:
             return None
         if not enabled:
             for gather in gathers:
-                gather.release()  # Megatron's raw gather follows, without this object
+                gather.release()  # prepares the shard for Megatron's own gather, which follows
             return None
         return [gather.start(step) for gather in gathers]
 
@@ -197,15 +197,15 @@ class ParameterGathers:
                 launched_s=time.perf_counter(),
             )
             for bucket, values in _parameter_buffers(group)
-            if n_ranks > 1
+            if n_ranks > 1  # a single rank gathers nothing
         ]
 
-        def count(waited_s: float) -> None:
-            """Records the wait when Megatron has waited."""
+        def add_wait(waited_s: float) -> None:
+            """Called when Megatron has waited for the gather, with the seconds."""
             self.waited_s += waited_s
             self._sink.record_stage(GatherRecord.WAIT, waited_s)
 
-        return TimedHandle(records, self._sink, count)
+        return TimedHandle(records, self._sink, add_wait)
 
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""

@@ -146,7 +146,7 @@ class Plugin:
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Checks Megatron's arguments, then calls its `setup_model_and_optimizer`."""
+        """Checks Megatron's arguments, warns of what is not saved, calls the original."""
         arguments = _arguments()
         refusals.check_arguments(arguments, self.config.compression.residual_checkpoint)
         if arguments.save and arguments.ckpt_format != refusals.OWN_FORMAT and _is_writer():
@@ -206,7 +206,7 @@ class Plugin:
         assert self.attachment is not None
         loss = loss_dict.get("lm loss") if loss_dict else None
         iteration = _arguments().curr_iteration + 1
-        # Operations are counted only where gradients are on a GPU.
+        # The rate of operations (TFLOP/s) is computed only for GPUs.
         on_gpu = any(bucket.grad_N.is_cuda for bucket in self.attachment.buckets)
         operations_of = host.num_floating_point_operations if on_gpu else None
         rates = throughput(_arguments(), get_num_microbatches(), iteration_s, operations_of)

@@ -94,7 +94,7 @@ def _layer(
     # Tensor-parallel ranks shard most weights, and hold copies of all norms and of some biases.
     hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
     head_width = hidden // model.num_attention_heads
-    # Queries have a head each; keys and values have one head for each query group.
+    # Each head has its queries; keys and values are shared by the heads of a query group.
     qkv_rows = hidden + 2 * model.query_groups * head_width
     if "*" in kinds:
         yield from _norm(f"{prefix}.input_layernorm", hidden, copied=copied)
@@ -153,13 +153,13 @@ type _Placed = list[tuple[PredictedParameter, int]]
 
 
 def _cut(
-    parameters: list[PredictedParameter], most: float, *, aligned: bool, first_apart: bool
+    parameters: list[PredictedParameter], enough: float, *, aligned: bool, first_apart: bool
 ) -> list[_Placed]:
     """Cuts the parameters into buckets, from the last parameter to the first.
 
     Args:
         parameters: in the order of Megatron's modules.
-        most: a bucket ends when it has at least so many elements.
+        enough: a bucket ends when it has at least so many elements.
         aligned: parameters begin at multiples of `PARAMETER_ALIGNMENT`.
         first_apart: the first parameter is alone in a bucket.
     """
@@ -167,7 +167,7 @@ def _cut(
     stop = 0  # elements in the last bucket so far
     for index, parameter in reversed(list(enumerate(parameters))):
         is_apart = first_apart and index == 0
-        if buckets[-1] and (stop >= most or is_apart):
+        if buckets[-1] and (stop >= enough or is_apart):
             buckets.append([])
             stop = 0
         start = _up(stop, PARAMETER_ALIGNMENT) if aligned else stop
@@ -182,6 +182,7 @@ def may_undo(config: RunConfig) -> bool:
     reruns = flags.get("rerun_mode") != "disabled"  # Megatron's default is another mode
     per_token = bool(flags.get("calculate_per_token_loss"))
     precision, sharded = config.training.precision, config.training.use_distributed_optimizer
+    # Megatron's unsharded fp32 optimizer has no loss scale.
     has_scale = bool(flags.get("loss_scale")) and (precision == "bf16" or sharded)
     return reruns or per_token or precision == "fp16" or has_scale
 

@@ -235,8 +235,8 @@ def _check_layers(config: Any) -> None:
         "experts with tensor parallelism need sequence_parallel"
     )
     if config.transformer_impl == "local":
-        # The norm's constructor raises. For RMSNorm it is made without the provider, which
-        # remembers `rms_norm` for later calls.
+        # The constructor raises for a norm that it cannot make. For RMSNorm the provider is not
+        # asked, because it would then return this norm for all later calls.
         of_rms = config.normalization == "RMSNorm"
         norm = WrappedTorchNorm if of_rms else LocalSpecProvider().layer_norm()
         norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

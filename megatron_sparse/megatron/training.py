@@ -284,7 +284,7 @@ def _stopped_at() -> int | None:
 
 
 def _leave() -> None:
-    """Waits for the other ranks, and destroys the process group."""
+    """Waits for the other ranks, and destroys the process group. Not for failed runs."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -78,7 +78,7 @@ Records = list[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """The options of a compressed gather, the same on every rank; this class for `ExactGather`.
+    """The options of an exact gather, the same on every rank; a subclass has those of lossy ones.
 
     Attributes:
         verify_every: every so many gathers ranks compare hashes.
@@ -227,7 +227,7 @@ class ShardGather[W: Way](ABC):
                     is_last = len(waiting) == self._sender_count
                     if is_last or not received.is_cuda:
                         with record.timer.stage("decode"):
-                            self._take(waiting, announced)
+                            self._check_and_decode(waiting, announced)
                         waiting.clear()
 
             record.message_bytes = sent.numel()
@@ -298,7 +298,7 @@ class ShardGather[W: Way](ABC):
                     remedy="use the same version of megatron_sparse on every rank",
                 )
 
-    def _take(self, records: Records, announced: Sequence[Announcement]) -> None:
+    def _check_and_decode(self, records: Records, announced: Sequence[Announcement]) -> None:
         """Decodes records: turns the old bits of the senders' shards into the new ones.
 
         Raises:
@@ -402,7 +402,7 @@ class NodeRoutes:
 
 
 def gather_per_node(
-    moves: torch.Tensor,
+    own_record: torch.Tensor,
     sizes: Sequence[int],
     shards: torch.Tensor,
     transport: Transport,
@@ -412,7 +412,7 @@ def gather_per_node(
     """Gathers all shards on every rank, once per node; returns the bytes that this rank sent.
 
     Args:
-        moves: this rank's record.
+        own_record: this rank's record.
         sizes: bytes of each rank's record.
         shards: [n, M], the parameters. `take` writes the shards whose records this rank receives;
             the exchange inside the node writes the rest.
@@ -426,8 +426,8 @@ def gather_per_node(
     received: list[list[tuple[int, torch.Tensor]]] = []  # for each round: senders and records
     rounds: list[Round] = []  # for each: what is sent, and what is received
     for target, senders in zip(routes.targets, routes.sources, strict=True):
-        received.append([(sender, moves.new_empty(sizes[sender])) for sender in senders])
-        rounds.append(([(target, moves)], received[-1]))
+        received.append([(sender, own_record.new_empty(sizes[sender])) for sender in senders])
+        rounds.append(([(target, own_record)], received[-1]))
 
     def arrived(number: int) -> None:
         """Called when round `number` begins, so the records of the round before have arrived."""

@@ -9,7 +9,7 @@ all ranks compute, with the same bits on each. What rounding leaves out, master 
 memory: the next gather's difference has it. In fp32 training Megatron's master is this rank's shard
 in the parameter buffer. The plugin keeps a second shard, and swaps the two:
 
-                                            own shard in the buffer     kept
+                                            own shard in the buffer     `_kept_M`
     between steps                           replica                     master
     from `begin_step` to the gather         master                      replica
 

@@ -272,7 +272,7 @@ def measure_coder(transport: Transport, dtype: torch.dtype) -> Measuring[CoderSp
 
 
 def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Times the codec on this device; returns the seconds a number of encoding, and of decoding.
+    """Times the codec on this device; returns seconds per number of encoding and of decoding.
 
     The numbers imitate a step of Adam: normal weights (deviation 0.02), moved by about 1e-4.
     """

@@ -89,8 +89,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     # Times are those of the phase at the target density, or of a dense run, else of the whole run.
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
 
-    # `_stage_table` calls these two functions with the milliseconds by stage and of the whole
-    # iteration: first with means, then with medians and 95th percentiles.
+    # `parts_of` of `_stage_table`, for the table of the thread and the table of the buckets.
     def thread_ms(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
         return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
 
@@ -150,8 +149,7 @@ def _stage_table(
     Args:
         title: of the table.
         figures: of a run or of a phase, as in `summary.json`.
-        parts_of: called with milliseconds by stage and the whole iteration's; returns milliseconds
-            by row.
+        parts_of: (milliseconds by stage, the whole iteration's) -> milliseconds by row.
     """
     mean_ms = parts_of(figures["stage_ms_mean"], figures["iteration_ms_mean"])
     median_ms = parts_of(figures["stage_ms"], figures["iteration_ms"])
@@ -207,7 +205,8 @@ def advice(summary: Mapping[str, Any]) -> str | None:
         return exposed_ms - max(0.0, new_flight_ms - window_ms)
 
     factors = {"lossless": figures["dense_bytes"] / sent_bytes}
-    # Any preset sends some parameters whole, in 16 bits: the run's excess over its target density.
+    # With any preset some parameters are sent whole, in 16 bits. In the run they are what its
+    # density has above the target.
     whole_bits, aim = 0.0, summary["target_density"]
     if aim is not None and aim < 1:
         whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))

@@ -98,7 +98,7 @@ class RunHistory:
     """Collects the iterations of a run and sums them up."""
 
     def __init__(self) -> None:
-        # "d": fp64, "q": int64.
+        # Arrays of fp64 ("d") or int64 ("q"); the columns of `stage_ms` are in `_stages`.
         self._columns: dict[str, array[Any]] = {
             field.name: array("d" if field.name in _FLOATS else "q")
             for field in fields(Iterations)

@@ -1,4 +1,4 @@
-"""Writes the files of a run so that they survive a kill: JSON lines, and files replaced at once."""
+"""Writes a run's files so that they survive a kill: JSON lines, and files replaced atomically."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class JsonLines:
         with self._path.open("r+b") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 size = len(content)
-                keep = size  # bytes
+                keep = size  # bytes to keep
                 while keep:
                     # The line before `keep`; its own line break is the byte at keep - 1.
                     start = content.rfind(b"\n", 0, keep - 1) + 1

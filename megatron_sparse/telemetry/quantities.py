@@ -13,7 +13,7 @@ from typing import Any
 from megatron_sparse.recording import STEP_STAGES, WAITS
 
 ITERATION, REST = "iteration", "other"
-"""The part of an iteration that no stage of the training thread accounts for."""
+"""The whole iteration, and the part of it that no stage of the training thread accounts for."""
 STAGE_MEANINGS = {
     "forward_backward": "passes, launches",
     "optimizer": "clipping and step",
