@@ -214,8 +214,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
     exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"
-    # In descending order of bytes: first a milder preset that is as fast, then a faster one. A
-    # factor near 1 is the run's own preset.
+    # In descending order of bytes. A preset with a factor near 1 is the run's own.
     for preset, factor in factors.items():
         if factor > 1.3 and saved_ms(factor) >= -AS_FAST * whole_ms:
             return f"{seen}: by a model, preset={preset} would do"

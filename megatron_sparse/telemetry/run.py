@@ -211,7 +211,7 @@ class RunTelemetry:
         gathers, self._gathers = self._gathers, []
         step_s, self._step_s = self._step_s, {}
         readiness, self._readiness = self._readiness, []
-        # Buckets that skipped a rank.
+        # Buckets that were synchronised without their straggler.
         buckets_without = sum(record.straggler is not None for record in records)
         breakdown = iteration_breakdown(
             iteration,
