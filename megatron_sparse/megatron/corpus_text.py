@@ -1,7 +1,7 @@
-"""Collects the text of the two training corpora, `code` and `prose`, from the Python installation.
+"""Collects the text of the corpora of `megatron-sparse corpus` from the Python installation.
 
-`code` is the standard library's source files. `prose` is every string of a module that reads as
-English (docstrings, the topics of `pydoc_data`, arguments of `add_docstr`), with package
+The kind `code` is the standard library's source files. `prose` is every string of a module that
+reads as English (docstrings, the topics of `pydoc_data`, arguments of `add_docstr`), with package
 descriptions and licences; a repeated paragraph is taken only once.
 """
 

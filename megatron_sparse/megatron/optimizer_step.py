@@ -66,7 +66,7 @@ class WrappedMethod:
         setattr(owner, name, self._method)
 
     def close(self) -> None:
-        """Puts the former method back; if a later wrapper wraps ours, ours just calls it."""
+        """Puts the former method back, or, under a later wrapper, only passes calls on to it."""
         self._called = self._original
         if vars(self._owner).get(self._name) is not self._method:
             return  # a later wrapper calls `self._method`
@@ -83,7 +83,7 @@ class UnconfirmedSums:
         self._pending: dict[str, Pending] = {}
 
     def add(self, pending: Pending) -> None:
-        """Adds a bucket's job. A bucket that is here already begins a new step: confirms the old.
+        """Adds a bucket's job. If the bucket is here already, a new step begins: confirms the old.
 
         Raises:
             MegatronSparseError: see `confirm`.

@@ -1,7 +1,7 @@
 """The settings of Megatron that the plugin refuses, each with the reason. Imports no megatron.
 
-docs/parallelism.md has a row for each. They are checked three times, because each way in sees
-something else: the `megatron:` section before a rank starts, Megatron's parsed arguments before it
+docs/parallelism.md has a row for each. They are checked three times, because each entry point sees
+other settings: the `megatron:` section before a rank starts, Megatron's parsed arguments before it
 builds a model, and the model that `attach` is given.
 """
 
@@ -16,12 +16,12 @@ from megatron_sparse.errors import ConfigError, HostError
 
 @dataclass(frozen=True)
 class Refusal:
-    """One setting.
+    """One setting of Megatron that the plugin refuses.
 
     Attributes:
         key: in the `megatron:` section; with dashes it is Megatron's flag.
         attribute: of Megatron's arguments, or of the configuration of a DDP or a model.
-        reason: continues the setting's name.
+        reason: follows the setting's name in the error's text.
         expected: what to use in its place.
         allowed: the largest value of `attribute` that leaves the setting off.
         only: the one value that is refused, where others are not.

@@ -177,7 +177,7 @@ def _checked_alone(
 
 
 def _fit(keys: list[str], fitting: list[str], errors: Callable[[list[str]], Any]) -> list[str]:
-    """Moves to `fitting` the keys that have no errors beside it; returns the other keys.
+    """Adds to `fitting` the keys that have no errors together with it; returns the other keys.
 
     Halves a list that has errors, down to single keys: neighbours that need each other, such as
     `account_for_*_in_pipeline_split`, are mostly tried together.

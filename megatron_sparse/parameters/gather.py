@@ -208,15 +208,16 @@ class ShardGather[W: Way](ABC):
             record: receives the bytes and times of the gather.
             number: of the gather.
         """
-        sent, own = self._encode(record.timer, number)
+        sent, announcement = self._encode(record.timer, number)
         yield GATE
         used_here([sent])  # allocated on the stream of `encode`; from here on another one reads it
+        # What must be the same on all ranks.
         identity = Identity(
             f"parameters {self._manner}", self._bucket, str(self._own_M.dtype), record.step
         )
-        announced = yield from exchange_announcements(own, identity, self._transport)
+        announced = yield from exchange_announcements(announcement, identity, self._transport)
         self._check_sizes(announced)
-        if own.method != RAW:
+        if announcement.method != RAW:
             sizes = [theirs.nbytes for theirs in announced]
             waiting: Records = []
 
@@ -261,9 +262,8 @@ class ShardGather[W: Way](ABC):
             yield POSTED
             return 0
         if self._way.per_node:
-            return (
-                yield from gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
-            )
+            gather = gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
+            return (yield from gather)
         group = whole_group(self._transport, tag)
         received = sent.new_empty(sum(sizes) - sent.numel())
         yield from pairwise_all_gather(sent, received, sizes, group, take)

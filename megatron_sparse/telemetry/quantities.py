@@ -184,7 +184,7 @@ class Quantity:
     Attributes:
         name: its field in `summary.json`.
         label: its name in tables, with the unit.
-        text: writes a value.
+        text: formats a value.
         steady: taken from the iterations at the target density, see `at_target`.
     """
 

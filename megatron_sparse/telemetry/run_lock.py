@@ -46,13 +46,13 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # Read again: the holder may have taken the lock after the first reading.
-            raise _taken(run_dir, _read(file)) from None
-        if not _is_there(file, path):  # another process has moved the folder
-            raise _taken(run_dir, {})
+            raise _taken_error(run_dir, _read(file)) from None
+        if not _is_same_file(file, path):  # another process has moved the folder
+            raise _taken_error(run_dir, {})
         silent_s = time.time() - os.fstat(file).st_mtime
         if _holds_elsewhere(holder, silent_s):
-            raise _taken(run_dir, holder)
-        _write(file, _own())
+            raise _taken_error(run_dir, holder)
+        _write(file, _this_process())
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(path, ended), daemon=True)
         beat.start()
@@ -69,7 +69,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _is_there(file: int, path: Path) -> bool:
+def _is_same_file(file: int, path: Path) -> bool:
     """Whether `path` still names this open file, which another process could have moved."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
@@ -77,7 +77,7 @@ def _is_there(file: int, path: Path) -> bool:
         return False
 
 
-def _own() -> dict[str, Any]:
+def _this_process() -> dict[str, Any]:
     """Returns how the file names this process as the holder."""
     return {
         "host": socket.gethostname(),
@@ -120,7 +120,7 @@ def _write(file: int, holder: Mapping[str, Any]) -> None:
     os.pwrite(file, json.dumps(holder).encode(), 0)
 
 
-def _taken(run_dir: Path, holder: Mapping[str, Any]) -> ConfigError:
+def _taken_error(run_dir: Path, holder: Mapping[str, Any]) -> ConfigError:
     """Makes the error for a folder that another process has locked; an empty holder is unknown."""
     who = "another process"
     if holder:
