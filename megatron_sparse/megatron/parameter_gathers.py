@@ -117,10 +117,17 @@ class ParameterGathers:
                 self._make_gathers(group, choosers[key], reducer_of(group).transport, progress)
         self._follow_loads(chunks)
         self._updates = watch_updates(self.lossy, optimizer)
-        explained = [chooser.explain() for chooser in used.values()]
+        if method != RAW:
+            self._explain(method, used.values(), reasons)
+
+    def _explain(
+        self, method: str, choosers: Iterable[GatherChooser], reasons: Sequence[str | None]
+    ) -> None:
+        """Puts into `lines` what was chosen and why; rank 0 logs it."""
+        explained = [chooser.explain() for chooser in choosers]
         different_reasons = dict.fromkeys(reasons)
         explained += [f"raw, {reason}" for reason in different_reasons if reason not in SILENT]
-        if explained and method != RAW:
+        if explained:
             self.lines = [f"parameters.method={method}: {'; '.join(explained)}"]
             if dist.get_rank() == 0:
                 logger.info(self.lines[0])

@@ -354,6 +354,7 @@ def _loaded_checkpoint(folder: str, iteration: int) -> Path | None:
         Path(get_checkpoint_name(str(each), iteration, return_base_dir=True))
         for each in (own, *temporary)
     ]
+    # If none is a folder, `checkpoint.load` warns that there is no state of the plugin.
     return next((each for each in candidates if each.is_dir()), candidates[-1])
 
 

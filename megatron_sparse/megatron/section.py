@@ -76,7 +76,9 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
 def check(
     config: RunConfig, vocab_size: int, data_prefix: Path | None, environment: Mapping[str, str]
 ) -> None:
-    """Checks the section with Megatron's parser and validation, whose import takes 5 s.
+    """Checks each key of the section with Megatron's parser, then all with its validation.
+
+    No key may make the validation fail, or change an owned flag. Importing Megatron takes 5 s.
 
     Args:
         config: the run; device and precision are decided.

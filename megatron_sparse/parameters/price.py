@@ -131,11 +131,7 @@ class GatherLinks:
 
 
 def gather_prices(
-    numel: int,
-    dtype: torch.dtype,
-    world_size: int,
-    links: GatherLinks,
-    speed: CoderSpeed,
+    numel: int, dtype: torch.dtype, world_size: int, links: GatherLinks, speed: CoderSpeed
 ) -> Prices:
     """Predicts the seconds of one bucket's gather, by the formulas of the module's docstring.
 

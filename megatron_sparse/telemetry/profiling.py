@@ -53,10 +53,7 @@ class Timeline:
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
 
     def add(
-        self,
-        iteration: int,
-        records: Iterable[BucketRecord],
-        gathers: Iterable[GatherRecord],
+        self, iteration: int, records: Iterable[BucketRecord], gathers: Iterable[GatherRecord]
     ) -> None:
         """Adds the spans of an iteration: of each record, and of its stages in the same row."""
         rows: list[tuple[str, BucketRecord | GatherRecord, Sequence[str]]]
@@ -134,10 +131,7 @@ class IterationProfile:
         self._profiler.start()
 
     def end(
-        self,
-        iteration: int,
-        records: Sequence[BucketRecord],
-        gathers: Sequence[GatherRecord],
+        self, iteration: int, records: Sequence[BucketRecord], gathers: Sequence[GatherRecord]
     ) -> None:
         """Adds an iteration; writes the file after the last one."""
         if iteration in self._profiled:
