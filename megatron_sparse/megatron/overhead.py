@@ -31,6 +31,7 @@ class SmallGPT:
     """
 
     def __init__(self, *, overlap: bool) -> None:
+        # Not at the top: CPU mode must be enabled before anything imports megatron.
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -82,8 +82,7 @@ class ParameterGathers:
     ) -> None:
         """Chooses raw, exact or lossy for each bucket group. Collective over the group's ranks.
 
-        With `parameters.method=auto`, or `per_node=auto` on several nodes, the host waits for some
-        measurements.
+        With `parameters.method=auto`, or `per_node=auto` on several nodes, waits for measurements.
 
         Args:
             groups: all bucket groups of the model.
