@@ -1,6 +1,6 @@
 """The commands `megatron-sparse bench ...`.
 
-They import what they need when they run, as those that `cli.main` lists.
+A command imports its runner, a module of `megatron_sparse.bench`, only when it is called.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
 
 
 def _declare(kind: type[Options], place: type[Options] | None) -> None:
-    """Registers the command of one bench: its name, options and runner all come from `kind`.
+    """Registers the command of one bench: its name, help and runner all come from `kind`.
 
     Args:
-        kind: declares what the bench measures.
-        place: declares where its ranks run; None adds no such options.
+        kind: a dataclass; its fields are the options that say what is measured.
+        place: a dataclass; its fields are the options that say where the ranks run. None: no such
+            options.
     """
 
     def action(**arguments: Any) -> None:
-        """Calls the bench's runner, and exits with its outcome."""
+        """Calls the runner with the parsed options; `_exit` turns the result into an exit code."""
         _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**arguments))
 
-    # The parameters of each runner. `add_command` makes the options of `kind` and `place`.
+    # Parameters of every runner's `run`; `add_command` turns a dataclass into one option a field.
     types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
     parameters = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -96,7 +97,7 @@ def training(
     output: RunsFolder = Path("runs/bench_training"),
     json: JsonFile = None,
 ) -> None:
-    """Runs the bench, with its runs' folders in `output`. See docs/testbed.md."""
+    """Trains with each setting, each run in its own folder in `output`. See docs/testbed.md."""
     from megatron_sparse.bench.study import training as runner
 
     runner.run(options.given(output, overrides), json)
@@ -110,9 +111,9 @@ def time_to_loss(
     figures: Figures = None,
     json: JsonFile = None,
 ) -> None:
-    """Runs the bench, with its runs' folders in `output`; a finished run is not repeated.
+    """Trains with each setting, each run in its own folder in `output`.
 
-    See docs/results/time-to-loss.md.
+    A run that a former call finished is not repeated. See docs/results/time-to-loss.md.
     """
     from megatron_sparse.bench.study import time_to_loss as runner
 
@@ -127,9 +128,9 @@ def convergence(
     figures: Figures = None,
     json: JsonFile = None,
 ) -> None:
-    """Runs the bench, with its runs' folders in `output`; a finished run is not repeated.
+    """Trains with each setting, each run in its own folder in `output`.
 
-    See docs/results/convergence.md.
+    A run that a former call finished is not repeated. See docs/results/convergence.md.
     """
     from megatron_sparse.bench.study import convergence as runner
 

@@ -70,20 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None takes those of the process.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal or locale without UTF-8 gets `?` for a bar or a frame, not a traceback.
+        # Without UTF-8, print `?` for the line-drawing characters of tables instead of failing.
         sys.stdout.reconfigure(errors="replace")
     try:
         app(None if arguments is None else list(arguments), prog_name="megatron-sparse")
     except MegatronSparseError as error:
-        # The message may quote the command line, and the log of a job keeps it.
+        # The message may quote secrets of the command line, and stderr may end up in a job's log.
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        # Handles only a full disk behind standard output, whose errors name no file.
+        # Only standard output on a full disk is handled here: its errors name no file.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
         print("error: the disk that the output is written to is full", file=sys.stderr)
-        # Discards what standard output still holds: writing it at exit would fail again.
+        # Python flushes standard output at exit, which would fail again: discard the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(StorageError.exit_code)
 

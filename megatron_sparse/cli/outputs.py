@@ -1,6 +1,7 @@
-"""Options that name an output: each is checked before the command works, not when it writes.
+"""Callbacks for options that name an output file or folder.
 
-Of several ranks, rank 0 checks, because it writes.
+Typer calls them while it parses: a path that cannot be written ends the command before its work,
+not after. If torchrun or srun starts the command as several ranks, only rank 0 writes and checks.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ Check = Callable[[typer.CallbackParam, Path | None], Path | None]
 
 
 def writable_file(*, makes_folder: bool = False) -> Check:
-    """Makes the callback of an option that names a file: it refuses one that cannot be written.
+    """Makes a callback that refuses a file which cannot be written.
 
     Args:
-        makes_folder: whether the command makes the file's folder.
+        makes_folder: whether the command makes the file's folder if it is missing.
     """
 
     def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
         if path is None or not _is_writer():
             return path
         if not path.exists():
+            # A missing folder can be made if the nearest folder above it can be written.
             problem = _problem_of_folder(_nearest(path.parent) if makes_folder else path.parent)
         else:
             problem = f"{path} is a folder" if path.is_dir() else _read_only(path)
@@ -44,10 +46,7 @@ def writable_file(*, makes_folder: bool = False) -> Check:
 
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
-    """A callback of an option that names a folder: refuses one that cannot be made or written to.
-
-    Returns the folder.
-    """
+    """A callback that refuses a folder which cannot be made or written; returns the folder."""
     if folder is not None and _is_writer():
         expected = "a folder that exists or can be made"
         problem = _problem_of_folder(_nearest(folder))
@@ -63,7 +62,7 @@ def _is_writer() -> bool:
 def _refuse(
     parameter: typer.CallbackParam, path: Path, problem: str, expected: str, remedy: str
 ) -> None:
-    """Raises a `ConfigError` about an option's path if there is a problem with it."""
+    """Raises a `ConfigError` about an option's path unless `problem` is empty."""
     if problem:
         what = f"{parameter.opts[0]} {path} cannot be written"
         raise ConfigError(what, expected=expected, got=problem, remedy=remedy)
@@ -77,9 +76,9 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
 
 
 def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
-    """A callback of an option that may be repeated: each file is a page, or a table.
+    """A callback that refuses a report file which is neither a page nor a table.
 
-    Returns the files, none if the option was not given.
+    Returns the files; none if the option, which may be repeated, is absent.
 
     Raises:
         ConfigError: a name ends in neither `.html` nor `.csv`, or the file cannot be written.

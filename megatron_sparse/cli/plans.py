@@ -10,11 +10,7 @@ import typer
 
 from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
 from megatron_sparse.bench.options import parse_counts, parse_size
-from megatron_sparse.cli.outputs import (
-    JsonFile,
-    writable_file,
-    writable_folder,
-)
+from megatron_sparse.cli.outputs import JsonFile, writable_file, writable_folder
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_figures, require_fits
 
@@ -35,7 +31,7 @@ def profile(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """ZEN's characteristics of recorded gradients: density, overlap of ranks, skewness.
+    """Prints density, overlap of ranks and skewness, as ZEN defines them, of recorded gradients.
 
     See docs/profiling.md.
     """
@@ -53,9 +49,9 @@ def calibrate(
         typer.Option(metavar="FILE", callback=writable_file(makes_folder=True), help="Output."),
     ] = Path("cluster.yaml"),
 ) -> None:
-    """Measures this cluster into the file `output`, and exits with the runner's exit code.
+    """Measures this cluster's links and codecs, and writes its cost model into `output`.
 
-    Ranks start as for `bench collectives`. See docs/calibration.md.
+    Ranks start as for `bench collectives`. Exits with the runner's code. See docs/calibration.md.
     """
     from megatron_sparse.bench.calibrate import command as runner
 
@@ -82,7 +78,7 @@ def plan(
     ] = 0.01,
     value_bits: Annotated[
         int | None,
-        typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),
+        typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else not quantised."),
     ] = None,
     schemes: Schemes = None,
     op: Annotated[
@@ -90,9 +86,9 @@ def plan(
     ] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
-    """Prints each scheme's predicted time for the buckets of a run, or for those of given sizes.
+    """Prints each scheme's predicted time for the buckets of a run, or for `bucket_bytes`.
 
-    Times come from a cost model. See docs/planner.md.
+    Times come from the cost model `cluster`. See docs/planner.md.
     """
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives.registry import check_op
@@ -108,18 +104,19 @@ def plan(
     if value_bits is not None:
         one_of("--value-bits", value_bits, VALUE_BITS)
     candidates = _candidates(schemes)
+    # The default `SchemeConfig` has the name `auto`, so the check looks at the candidates.
     check_op(SchemeConfig(), PlannerConfig(schemes=candidates), CollectiveOp(op))
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
-    pricing = None  # shows a run's plan as it was written
+    pricing = None  # without a cost model: prints the times that the run's plan.json has
     if cluster is not None:
         pricing = plan_rows.Pricing(find(cluster), candidates, value_bits=value_bits)
     rows = plan_rows.rows(
         run=run,
         sizes=sizes,
         ranks=ranks,
-        anew=candidates is not None or value_bits is not None,
+        anew=candidates is not None or value_bits is not None,  # plan.json does not fit then
         pricing=pricing,
         density=density,
         op=CollectiveOp(op),
@@ -129,7 +126,7 @@ def plan(
 
 
 def _candidates(schemes: str | None) -> list[str] | None:
-    """Splits the names of schemes, and refuses unknown ones; None stands for all."""
+    """Splits `--schemes` at commas, and refuses unknown names. None: all schemes."""
     from megatron_sparse.collectives.registry import check_names
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
 
@@ -149,11 +146,11 @@ def levels(
         str, typer.Option(metavar="NAME,...", help="Settings, at their target density.")
     ] = "safe,balanced",
     parameters: Annotated[
-        float, typer.Option(metavar="N", help="Of the model, on one rank.")
+        float, typer.Option(metavar="N", help="Number of the model's parameters on one rank.")
     ] = 1.5e9,
     gradients: Annotated[str, typer.Option(help="fp32 | bf16")] = "fp32",
     move_bits: Annotated[
-        float, typer.Option(metavar="BITS", help="Of a parameter, in the exact gather.")
+        float, typer.Option(metavar="BITS", help="Bits of a parameter sent in the exact gather.")
     ] = 2.5,
     sharded: Annotated[
         bool, typer.Option("--sharded/--replicated", help="Distributed optimizer, or all-reduce.")
@@ -164,9 +161,9 @@ def levels(
     schemes: Schemes = None,
     json: JsonFile = None,
 ) -> None:
-    """Prints the predicted time of a synchronisation by number of ranks, preset and level.
+    """Prints the predicted time of one step's communication by ranks, preset and level.
 
-    Times come from cost models. See docs/levels.md.
+    A level is where gradients are compressed: at each rank, node or instance. See docs/levels.md.
     """
     from megatron_sparse.config.checks import in_range, one_of
     from megatron_sparse.config.sparse import SparseConfig
@@ -174,7 +171,7 @@ def levels(
     from megatron_sparse.simulate.levels import Training, level_rows, print_levels
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
-    in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
+    in_range("--parameters", parameters, 1, 2**40)  # first: `round` raises on infinity
     candidates = _candidates(schemes)
     numel, gradient_bytes = round(parameters), 4 if gradients == "fp32" else 2
     training = Training(numel, gradient_bytes, sharded, move_bits, instances)
@@ -194,7 +191,7 @@ def simulate(
     fast: Annotated[bool, typer.Option("--fast", help="Use a much smaller sweep.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
 ) -> None:
-    """Draws the chosen figures, and prints their files; with --list it only lists the figures."""
+    """Draws figures of the papers and prints their files; with --list it only lists figures."""
     from megatron_sparse import simulate as figures
 
     if paper is None and not every and not list_only:
@@ -207,7 +204,7 @@ def simulate(
     chosen_figures = figures.select(paper, figure)
     if not list_only:
         require_figures()
-        # ZEN's figures fit synthetic gradients to the paper's numbers.
+        # ZEN's figures need scipy, which fits synthetic gradients to the paper's numbers.
         if any(chosen.paper == "zen" for chosen in chosen_figures):
             require_fits()
     for chosen in chosen_figures:

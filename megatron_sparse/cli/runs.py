@@ -1,4 +1,4 @@
-"""Commands that set up and start runs, and show what these have written: options, checks, calls."""
+"""Commands around a run: check the machine, build, make data, and show a run's results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def doctor(
     ] = False,
     json: JsonFile = None,
 ) -> None:
-    """Prints the environment's report or, with --memory, the plugin's memory in a run.
+    """Prints a report on this machine or, with --memory, the plugin's memory in a run.
 
-    Exits with 1 if a part that training needs is missing. For a job's ranks: `calibrate`.
+    Exits with 1 if a part that training needs is missing. It starts no ranks; `calibrate` does.
     """
     if memory:
         from megatron_sparse.doctor import memory as plugin_memory
@@ -66,7 +66,7 @@ def corpus(
     """Makes a corpus in the folder `output`, and prints its size."""
     from megatron_sparse.megatron import corpus as maker
 
-    made = maker.prepare(kind, output, vocab_size)  # type: ignore[arg-type] - checked there
+    made = maker.prepare(kind, output, vocab_size)  # type: ignore[arg-type] - it checks `kind`
     print(f"{output}: {made.n_documents} documents, {made.n_tokens} tokens of {made.vocab_size}")
 
 
@@ -84,10 +84,7 @@ def build(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN...",
-            help="Folders of runs, or a sweep's runs_dir for all.",
-        ),
+        typer.Argument(metavar="RUN...", help="Folders of runs, or a sweep's runs_dir for all."),
     ],
     output: Annotated[
         list[Path] | None,
@@ -99,9 +96,9 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Writes a page or a table for each `output`, and prints their paths.
+    """Writes a page or a table of all `runs` into each `output`, and prints their paths.
 
-    A run may still be going on.
+    A run need not have ended.
     """
     require("jinja2", "makes the page", "figures")
     require_figures()
@@ -120,9 +117,9 @@ def view(
         int | None, typer.Option(min=20, help="Width; default: the terminal's.")
     ] = None,
 ) -> None:
-    """Draws a run's progress on this terminal, once or until the run ends.
+    """Draws a run's progress on this terminal from the run's files, once or until the run ends.
 
-    For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md.
+    So it also shows a run in a batch job, which has no terminal. See docs/tracking.md.
     """
     from megatron_sparse.report import live_view
 
@@ -137,7 +134,7 @@ def dashboard(
     name: Annotated[str, typer.Option(help="Name of the workspace.")] = "megatron_sparse",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do not talk to W&B.")] = False,
 ) -> None:
-    """Makes a W&B workspace, and prints its address; a dry run prints its panels instead.
+    """Makes a W&B workspace for runs' curves and prints its URL; a dry run prints its panels.
 
     See docs/tracking.md.
     """

@@ -5,7 +5,7 @@
 training and change nothing; they import torch and Megatron, and ask the compilers for their
 versions.
 
-This is one file because it is one flat list of small, independent checks.
+Each check is a generator of `Check`s, the report's lines; `_PART_CHECKS` at the end lists them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def console() -> Console:
     Without a terminal, lines are as long as their texts: a pipe or a file has no width, and rich
     would assume 80 columns. COLUMNS in the environment sets another width.
     """
-    made = Console()
-    if made.is_terminal or "COLUMNS" in os.environ:
-        return made
-    return Console(width=10_000)  # no cell is that wide
+    stdout = Console()
+    if stdout.is_terminal or "COLUMNS" in os.environ:
+        return stdout
+    return Console(width=10_000)  # wider than any line, so that rich wraps none
 
 
 def table(title: str, *headers: str) -> Table:
-    """An empty table that breaks long words and cuts none.
+    """An empty table with these column headers; a cell that is too wide wraps, and is never cut.
 
     Example:
         >>> [column.overflow for column in table("found", "part", "remedy").columns]
@@ -85,13 +85,14 @@ class Check:
 def collect() -> list[Check]:
     """Runs every check. Never raises: an exception in a check becomes a failed check."""
     checks: list[Check] = []
-    for look in _LOOKS:
-        name = look.__name__.strip("_").replace("_", " ")
+    for part_check in _PART_CHECKS:
+        # The part's name if the function raises: `collective backends` for `_collective_backends`.
+        name = part_check.__name__.strip("_").replace("_", " ")
         try:
             with warnings.catch_warnings():
                 # The checks report in words what the packages warn about at import.
                 warnings.simplefilter("ignore")
-                for check in look():
+                for check in part_check():
                     checks.append(check)
         except (Exception, SystemExit) as error:  # a half-installed package may raise anything
             detail = f"{type(error).__name__}: {_first_line(error)}"
@@ -128,7 +129,7 @@ def run(json: Path | None = None) -> int:
 
 
 def _judged(name: str, fits: object, detail: str, remedy: str, otherwise: Status = "fail") -> Check:
-    """A check with its remedy if something does not fit, else `ok` and without."""
+    """An `ok` line if `fits` is true, else a line with the status `otherwise` and the remedy."""
     return Check(name, "ok", detail) if fits else Check(name, otherwise, detail, remedy)
 
 
@@ -148,7 +149,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _megatron() -> Iterator[Check]:
-    """Checks Megatron's version, and the functions that the plugin hooks."""
+    """Checks Megatron's version, and the functions that the plugin's two entry points hook."""
     version = installed_version("megatron-core")
     if version is None:
         yield Check("megatron-core", "fail", "not installed", TRAIN_EXTRA)
@@ -156,33 +157,35 @@ def _megatron() -> Iterator[Check]:
     from megatron_sparse.megatron import host_symbols
 
     try:
-        untested = host_symbols.untested_megatron()
+        untested_note = host_symbols.untested_megatron()
     except ImportError as error:
         yield Check("megatron-core", "fail", _first_line(error), TRAIN_EXTRA)
         return
     remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
-    yield _judged("megatron-core", untested is None, untested or version, remedy, "warn")
+    is_tested = untested_note is None
+    yield _judged("megatron-core", is_tested, untested_note or version, remedy, "warn")
     symbols = host_symbols.find_host_symbols()
-    users = dict.fromkeys(symbol.needed_by for symbol in symbols)  # in order, each once
-    for user in users:
-        needed = [symbol for symbol in symbols if symbol.needed_by == user]
-        missing = [symbol for symbol in needed if symbol.problem]
-        problems = "; ".join(f"{symbol.name}: {symbol.problem}" for symbol in missing)
+    for entry_point in ("attach", "install"):
+        needed = [symbol for symbol in symbols if symbol.needed_by == entry_point]
+        unusable = [symbol for symbol in needed if symbol.problem]
+        problems = "; ".join(f"{symbol.name}: {symbol.problem}" for symbol in unusable)
         detail = problems or ", ".join(symbol.name.rpartition(".")[2] for symbol in needed)
-        yield _judged(f"Megatron functions for {user}", not missing, detail, host_symbols.UPGRADE)
+        name = f"Megatron functions for {entry_point}"
+        yield _judged(name, not unusable, detail, host_symbols.UPGRADE)
 
 
 def _packages() -> Iterator[Check]:
-    """Checks the other packages that training needs; Triton, for dense steps on GPUs."""
+    """Checks Hydra and tokenizers, and Triton, whose kernels only dense steps on GPUs need."""
     triton = "pip install triton (torch brings it on Linux): dense steps on GPUs need it"
+    # Name in the report, name on PyPI, remedy and status if the package is missing.
     packages: tuple[tuple[str, str, str, Status], ...] = (
         ("Hydra", "hydra-core", "pip install hydra-core", "fail"),
         ("tokenizers", "tokenizers", TRAIN_EXTRA, "fail"),
         ("Triton", "triton", triton, "warn"),
     )
-    for name, distribution, remedy, otherwise in packages:
+    for name, distribution, remedy, missing_status in packages:
         version = installed_version(distribution)
-        yield _judged(name, version, version or "not installed", remedy, otherwise)
+        yield _judged(name, version, version or "not installed", remedy, missing_status)
 
 
 def _wandb() -> Iterator[Check]:
@@ -195,7 +198,7 @@ def _wandb() -> Iterator[Check]:
     from megatron_sparse.telemetry.sinks import wandb_mode
 
     mode = wandb_mode(TrackingConfig())  # with the default, `auto`: by environment and key
-    remedy = "" if mode == "online" else "to send runs: wandb login, and no other WANDB_MODE"
+    remedy = "" if mode == "online" else "to upload runs: wandb login, and unset WANDB_MODE"
     yield Check("W&B", "ok", f"{version}, {mode}", remedy)
 
 
@@ -211,13 +214,13 @@ def _compiler() -> Iterator[Check]:
 
 
 def _extension() -> Iterator[Check]:
-    """Checks the two native libraries, one for the CPU and one for CUDA."""
+    """Checks the two compiled libraries, for the CPU and for CUDA; a GPU requires CUDA's."""
     import torch
 
     cuda_ext = import_module("megatron_sparse.cuda_ext")
     for part, found in cuda_ext.status().items():
         name = f"extension, {part}"
-        can_load = found["built"] and not found["reason"]
+        can_load = found["built"] and not found["reason"]  # `reason`: why it is not loaded
         if found["loaded"] or can_load:
             state = "loaded from" if found["loaded"] else "built, loaded on first use:"
             yield Check(name, "ok", f"{state} {found['path']}")
@@ -225,16 +228,16 @@ def _extension() -> Iterator[Check]:
             state = "built" if found["built"] else "not built"
             yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
         else:
-            # What the first use compiles, in words; empty if no compiler is there.
+            # A sentence about what the first use compiles; empty if no compiler is found.
             compiles = "" if found["built"] else cuda_ext.compiles_first(part)
-            useless = ": the plugin cannot run on this GPU" if part == "cuda" else ""
-            outcome = f"; {compiles}" if compiles else useless
+            cannot_run = ": the plugin cannot run on this GPU" if part == "cuda" else ""
+            consequence = f"; {compiles}" if compiles else cannot_run
             status: Status = "warn" if compiles or part == "cpu" else "fail"
-            yield Check(name, status, f"{found['reason']}{outcome}", "megatron-sparse build")
+            yield Check(name, status, f"{found['reason']}{consequence}", "megatron-sparse build")
 
 
 def _nvcc() -> Iterator[Check]:
-    """Checks that CUDA's compiler is found, if there is a GPU."""
+    """Checks that nvcc, CUDA's compiler, is found; without a GPU it is not needed."""
     import torch
 
     try:
@@ -248,16 +251,16 @@ def _nvcc() -> Iterator[Check]:
 
 
 def _gpus() -> Iterator[Check]:
-    """Lists the GPUs that torch sees; warns if it sees none that nvidia-smi might."""
+    """Lists the GPUs that torch sees; warns if it sees none although nvidia-smi is installed."""
     import torch
 
     from megatron_sparse.cuda_ext.gpu import check_architecture
 
     if not torch.cuda.is_available():
-        seen = shutil.which("nvidia-smi") is not None
-        end = " though nvidia-smi is installed" if seen else ": gloo on CPU"
+        has_driver = shutil.which("nvidia-smi") is not None
+        end = " though nvidia-smi is installed" if has_driver else ": gloo on CPU"
         remedy = "compare the driver with the CUDA version of torch above"
-        yield _judged("GPUs", not seen, f"torch sees none{end}", remedy, "warn")
+        yield _judged("GPUs", not has_driver, f"torch sees none{end}", remedy, "warn")
         return
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
@@ -299,12 +302,12 @@ def _network() -> Iterator[Check]:
         remedy = f"set {variable} to one of {', '.join(existing)}, or unset it"
         yield _judged(variable, not absent, detail, remedy)
         return
-    detail = f"unset: gloo takes the interface that the host name {socket.gethostname()} stands for"
-    remedy = f"on several machines, export {variable} where this is not theirs"
+    detail = f"unset: gloo takes the interface to which {socket.gethostname()} resolves"
+    remedy = f"for several machines, export {variable}: the interface that connects them"
     yield Check(variable, "ok", detail, remedy)
 
 
-_LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
+_PART_CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _python,
     _torch,
     _megatron,

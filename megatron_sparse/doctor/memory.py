@@ -1,18 +1,20 @@
-"""`megatron-sparse doctor --memory OVERRIDE...`: what the plugin would hold in a run.
+"""`megatron-sparse doctor --memory OVERRIDE...`: the memory that the plugin would hold in a run.
 
-Takes the arguments of `train`, starts no training, and needs neither Megatron nor a GPU. The run's
-own pipeline synchronises a short bucket on virtual ranks, with the run's settings, from the warm-up
-to the target. Buffers grow to the size of the largest step and stay; their bytes for each element
-are those of the run's buckets. On a GPU the buckets of a group share them; of the memory that
-kernels take while they run there is an upper bound.
+Takes the arguments of `train`, starts no training, and needs neither Megatron nor a GPU. In this
+process, the ranks of a data-parallel group (virtual ranks) synchronise a short bucket with the
+run's settings, from step 0 to the target density. The bytes of their buffers, which only grow, are
+then scaled to the run's buckets. On a GPU the buckets of a group share most buffers; the kernels'
+scratch memory is an upper bound. Other sizes are right to a few percent, because selection
+thresholds come from samples and messages have headers.
 
-Thresholds come from samples, and records have headers: buffers are right to a few percent.
+A level is the unit that selects elements: each rank; a node, whose ranks add up their gradients
+first; or an instance of Megatron's distributed optimizer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -59,12 +61,12 @@ OWN = frozenset({"message", "narrow"})
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """What the plugin will hold on one rank.
+    """The bytes that the plugin will hold on one rank.
 
     Attributes:
         parameters: elements of the parameters on this rank.
-        nbytes: by item of `ITEMS`, in that order; items of no bytes are left out.
-        notes: what the numbers leave out, in words.
+        nbytes: item of `ITEMS` -> bytes, in the order of `ITEMS`; items of no bytes are left out.
+        notes: sentences about what the numbers leave out.
     """
 
     parameters: int
@@ -82,17 +84,17 @@ class MemoryAccount:
 
 
 def run(overrides: Sequence[str], json: Path | None = None) -> None:
-    """Prints the account as a table and, if asked, as JSON lines.
+    """Prints a run's `MemoryAccount` as a table and, with `json`, writes it as JSON lines.
 
     Args:
-        overrides: as of `train`.
+        overrides: the arguments of `train` that describe the run.
         json: file for one JSON object an item: `item`, `bytes`, `bytes_per_parameter`.
 
     Raises:
         ConfigError: the configuration is wrong, or it trains without the plugin.
         DatasetError: neither the model nor the data gives a vocabulary.
     """
-    # Here, so that a machine without rich can compare the account with a GPU's memory.
+    # Imported here, so that `account` also works without rich, for a comparison on a GPU machine.
     from rich.markup import escape
 
     from megatron_sparse.doctor.checks import console, table
@@ -101,24 +103,24 @@ def run(overrides: Sequence[str], json: Path | None = None) -> None:
     from megatron_sparse.telemetry.quantities import size
 
     config = composition.compose(overrides)
-    found = of_run(config)
+    memory = of_run(config)
     shown = table(
         f"memory of the plugin, of one of {config.cluster.world_size} ranks",
         *("item", "bytes a parameter", "in all", "what for", "how to do with less"),
     )
-    for item, nbytes in found.nbytes.items():
+    for item, nbytes in memory.nbytes.items():
         purpose, remedy = ITEMS[item]
-        shown.add_row(
-            item, f"{found.of_parameter(nbytes):.2f}", size(nbytes), purpose, escape(remedy)
-        )
-    total = f"{found.of_parameter(found.total):.2f}"
-    shown.add_row("total", total, size(found.total), f"{found.parameters:,} parameters a rank", "")
+        per_parameter = f"{memory.of_parameter(nbytes):.2f}"
+        shown.add_row(item, per_parameter, size(nbytes), purpose, escape(remedy))
+    total = f"{memory.of_parameter(memory.total):.2f}"
+    parameters = f"{memory.parameters:,} parameters a rank"
+    shown.add_row("total", total, size(memory.total), parameters, "")
     console().print(shown)
-    for note in found.notes:
+    for note in memory.notes:
         console().print(escape(note))
     rows = [
-        {"item": item, "bytes": nbytes, "bytes_per_parameter": found.of_parameter(nbytes)}
-        for item, nbytes in [*found.nbytes.items(), ("total", found.total)]
+        {"item": item, "bytes": nbytes, "bytes_per_parameter": memory.of_parameter(nbytes)}
+        for item, nbytes in [*memory.nbytes.items(), ("total", memory.total)]
     ]
     write_rows(json, rows)
 
@@ -126,7 +128,7 @@ def run(overrides: Sequence[str], json: Path | None = None) -> None:
 def of_run(config: RunConfig) -> MemoryAccount:
     """Computes what the plugin will hold on a rank of a run's first pipeline stage.
 
-    `cluster.device=cuda` needs no GPU here: the run may be meant for another machine.
+    That stage also has the embeddings. `cluster.device=cuda` needs no GPU on this machine.
 
     Raises:
         ConfigError: the run trains without the plugin, or settings contradict one another.
@@ -146,12 +148,12 @@ def of_run(config: RunConfig) -> MemoryAccount:
             remedy="leave plugin out: plain Megatron has nothing to count",
         )
     if config.cluster.device == "auto":
-        config = preparation.decide(config)
+        config = preparation.decide(config)  # with `cuda` it would require this machine's GPUs
     config = preparation.with_precision(config)
     vocab_size = config.model.vocab_size or training.find_data(config)[0]
     sparse = with_swept_thresholds(config.sparse)
     predicted = predicted_buckets.predicted_buckets(config, vocab_size)
-    # As in the run: the plugin cuts a large bucket on a GPU into pieces, each a bucket of its own.
+    # The plugin cuts a large bucket on a GPU into pieces, and treats each piece as a bucket.
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, undo=undo)
@@ -161,8 +163,9 @@ def of_run(config: RunConfig) -> MemoryAccount:
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
         for rank in range(buckets[0].world_size)
     )
-    found = account(sparse, buckets, nodes, undo=undo)
+    memory = account(sparse, buckets, nodes, undo=undo)
     if sparse.parameters.method in COMPRESSED:
+        # A compressed gather of parameters keeps a copy of this rank's shard of each bucket.
         shard_numel = sum(
             bucket.numel // bucket.world_size
             for bucket in buckets
@@ -170,8 +173,8 @@ def of_run(config: RunConfig) -> MemoryAccount:
         )
         if shard_numel:
             element_bytes = VALUE_DTYPES[config.training.precision].itemsize
-            found.nbytes["parameters"] = shard_numel * element_bytes
-    return found
+            memory.nbytes["parameters"] = shard_numel * element_bytes
+    return memory
 
 
 def account(
@@ -179,12 +182,12 @@ def account(
 ) -> MemoryAccount:
     """Computes what the plugin will hold on one rank for the gradients of its group.
 
-    Runs a short bucket on virtual ranks, and scales its buffers to the sizes of `buckets`.
+    Measures the buffers of a short bucket on virtual ranks, and scales them to `buckets`.
 
     Args:
         config: resolved.
-        buckets: of one rank; only their shapes, dtypes and devices are read.
-        nodes: of each rank of the group.
+        buckets: all buckets of one rank; only their shapes, dtypes and devices are read.
+        nodes: for each rank of the group, the index of its node.
         undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
     """
     largest = max(buckets, key=lambda bucket: bucket.numel)
@@ -194,7 +197,8 @@ def account(
     if config.scheme.name == AUTO and config.planner.cluster:
         notes = ("planner.cluster may choose schemes that need other buffers",)
     if config.scheme.capacity == "auto":
-        # Decided here: the virtual ranks are on a CPU. A scheme that skips a rank has no slots.
+        # `auto` depends on the device, and the virtual ranks are on a CPU: decide it for the run's.
+        # Messages have a fixed size (slots) only if no rank may be skipped as a straggler.
         name = config.scheme.name
         scheme_takes_slots = name == AUTO or SCHEMES[name].takes_slots
         takes_slots = scheme_takes_slots and not config.straggler.leaves_behind
@@ -202,38 +206,49 @@ def account(
         config = replace(config, scheme=replace(config.scheme, capacity=capacity))
     ranks = largest.world_size
     if choice.level != INSTANCE and ranks > MOST_RANKS:
-        # As many whole nodes as have `MOST_RANKS` ranks, but at least one.
+        # Virtual ranks take time: run as many complete nodes as fit in `MOST_RANKS`, at least one.
         node_ranks = nodes.count(nodes[0])
         node_count = max(MOST_RANKS // node_ranks, 1)
         ranks = node_count * node_ranks
         nodes, choice = nodes[:ranks], replace(choice, nodes=choice.nodes[:node_count])
         notes += (f"as of {ranks} ranks: with scheme=agsparse more ranks receive more",)
     short = _short(buckets, largest, ranks)
-    taken = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
+    short_nbytes = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
     is_narrow = short.grad_N.element_size() < FP32_BYTES
     if choice.level != RANK and not on_gpu and not (short.fp32_sums and is_narrow):
-        # Over gloo ranks send pieces. Virtual ranks do so only for fp32 sums of narrow gradients;
-        # otherwise their reduce-scatter stands for a backend's, which takes no buffers.
-        taken.update(_sent_inside(short, choice))
-    largest_ratio = largest.numel / short.numel
-    total_ratio = sum(bucket.numel for bucket in buckets) / short.numel
-    found: Counter[str] = Counter()
-    # On a CPU every bucket has buffers of its own; on a GPU they share those of the largest one.
-    never_shared = {"residual", "undo"} if on_gpu else taken.keys()
-    for purpose, nbytes in taken.items():
-        if purpose in never_shared:
-            found[item_of(purpose)] += round(nbytes * total_ratio)
-        else:
-            copies = min(TURNS, len(buckets)) if purpose in OWN else 1
-            found[item_of(purpose)] += round(nbytes * largest_ratio) * copies
+        # Over gloo a node or instance sums with `dense_allpairs`, which needs buffers. Virtual
+        # ranks do so only for fp32 sums of narrow gradients; else their sum takes no buffers.
+        short_nbytes.update(_allpairs_nbytes(short, choice))
+    ratio = largest.numel / short.numel
+    nbytes = _scaled(short_nbytes, short.numel, buckets)
     message, gathered, encoded = (
-        round(taken[purpose] * largest_ratio) for purpose in ("message", "gathered", "encoded")
+        round(short_nbytes[purpose] * ratio) for purpose in ("message", "gathered", "encoded")
     )
     part = _part(largest, choice)
-    found["workspace"] = _workspace(config, part, message, gathered, encoded)
+    nbytes["workspace"] = _workspace(config, part, message, gathered, encoded)
     parameters = sum(piece.numel for piece in _slices(buckets))
-    in_order = {item: found[item] for item in ITEMS if found[item]}
-    return MemoryAccount(parameters, in_order, notes)
+    return MemoryAccount(parameters, {i: nbytes[i] for i in ITEMS if nbytes[i]}, notes)
+
+
+def _scaled(
+    short_nbytes: Mapping[str, int], short_numel: int, buckets: Sequence[Bucket]
+) -> Counter[str]:
+    """Item -> bytes for the run's `buckets`, from purpose -> bytes for the short bucket.
+
+    On a CPU every bucket has its own buffers. On a GPU all buckets share those of the largest one,
+    except the residuals, undo copies and, for `TURNS` buckets at a time, the purposes in `OWN`.
+    """
+    largest = max(buckets, key=lambda bucket: bucket.numel)
+    total_ratio = sum(bucket.numel for bucket in buckets) / short_numel
+    unshared = {"residual", "undo"} if largest.grad_N.is_cuda else short_nbytes.keys()
+    scaled: Counter[str] = Counter()
+    for purpose, nbytes in short_nbytes.items():
+        if purpose in unshared:
+            scaled[item_of(purpose)] += round(nbytes * total_ratio)
+        else:
+            copies = min(TURNS, len(buckets)) if purpose in OWN else 1
+            scaled[item_of(purpose)] += round(nbytes * largest.numel / short_numel) * copies
+    return scaled
 
 
 def taken_on_virtual_ranks(
@@ -244,20 +259,21 @@ def taken_on_virtual_ranks(
     *,
     undo: bool = False,
 ) -> Counter[str]:
-    """Synchronises a bucket of random gradients on virtual ranks, and counts what these hold.
+    """Synchronises random gradients on virtual ranks, and counts the bytes that a rank then holds.
 
     Args:
-        config: `scheme.name=auto` takes the scheme of the fewest bytes; a straggler is pinned.
+        config: the run's settings; `scheme.name=auto` takes the scheme of the fewest bytes.
         bucket: synchronised on a CPU; only its shape and dtype are read.
-        nodes: the node of each rank of the group.
+        nodes: for each rank of the group, the index of its node.
         choice: the level.
         undo: whether steps can be skipped or repeated.
 
     Returns:
-        Bytes by `residual`, `undo` and the purpose of each buffer: of each the most of any rank.
+        `residual`, `undo` or a buffer's purpose -> bytes, on the rank that holds the most of it.
     """
     undo |= config.compression.undo == "always"
     if config.straggler.leaves_behind:
+        # No virtual rank is ever late: name a straggler, so that its extra buffers are counted.
         config = replace(config, straggler=StragglerConfig(mode="pinned", rank=0))
     instances = bucket.instances if choice.level == INSTANCE else 1
     node_sizes = tuple(map(len, members_of(nodes))) * instances
@@ -266,7 +282,7 @@ def taken_on_virtual_ranks(
     ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
     for groups in virtual_groups(cluster, choice, instances):
         residuals = ResidualStore(residual_dtype)
-        # A store that is told the outcome of each step (`commit` below) keeps undo copies.
+        # A store keeps undo copies if `commit` or `rollback` is to follow each step, as below.
         residuals.undo = residuals.is_reported = undo
         planner, progress = Planner(config.compression, config.scheme), Progress(cluster.device, 0)
         reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
@@ -279,7 +295,7 @@ def taken_on_virtual_ranks(
         def pipeline(transport: VirtualTransport, step: int = step) -> Any:
             """The generator that synchronises the bucket of this transport's rank."""
             reducer, _, rank_bucket = ranks[transport.rank]
-            # No other bucket waits at the gates.
+            # Gates keep several buckets in order; here there is one, so they are skipped.
             return without(reducer.synchronise(reducer.job(rank_bucket, step)), Gate)
 
         cluster.run(pipeline)
@@ -288,7 +304,7 @@ def taken_on_virtual_ranks(
                 residuals.commit()
     most: Counter[str] = Counter()
     for reducer, residuals, _ in ranks:
-        # The union of two counters has the larger number of each purpose.
+        # `|` of two counters takes the larger number for each purpose.
         most |= Counter(reducer.buffers.by_purpose())
         undo_bytes = residuals.undo_nbytes
         most |= Counter(residual=residuals.nbytes - undo_bytes, undo=undo_bytes)
@@ -298,7 +314,8 @@ def taken_on_virtual_ranks(
 def _steps(compression: CompressionConfig) -> list[int]:
     """The numbers of the steps to run: step 0, at most `RAMP_STEPS` of the ramp, two at the target.
 
-    The second one at the target makes undo copies even where the first had no residual to copy.
+    The first step that selects makes the residual; only the next one has a residual to copy for
+    `undo`. So two steps run at the target, which may be the first to select.
     """
     ramp_start, ramp = compression.warmup, compression.ramp
     count = min(ramp, RAMP_STEPS)
@@ -308,9 +325,10 @@ def _steps(compression: CompressionConfig) -> list[int]:
 
 
 def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
-    """A short bucket that stands for `buckets`, in a group of `ranks` ranks; it takes no memory.
+    """A short bucket that models `buckets` in a group of `ranks` ranks; its tensor is on `meta`.
 
-    It has one parameter of each kind (`keep`, `lossless`), with the kind's share of all elements.
+    It has one parameter for each combination of `keep` (sent whole) and `lossless` (all non-zeros
+    sent) in `buckets`, with the combination's share of all elements.
     """
     numel = min(largest.numel, max(NUMEL, NUMEL_PER_RANK * ranks))
     numel = max(numel // ranks, 1) * ranks  # a multiple of the ranks, for shards of equal size
@@ -319,14 +337,14 @@ def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
         kind_numel[piece.keep, piece.lossless] += piece.numel
     total = kind_numel.total()
     stops = [round(numel * so_far / total) for so_far in accumulate(kind_numel.values())]
-    shape = []
-    # Each parameter begins where the one before it stops, so there is a start too many.
-    for start, stop, (keep, lossless) in zip([0, *stops], stops, kind_numel, strict=False):
-        shape.append(ParameterSlice(f"w{start}", start, stop, keep, lossless))
+    parameters = []
+    starts = [0, *stops[:-1]]
+    for start, stop, (keep, lossless) in zip(starts, stops, kind_numel, strict=True):
+        parameters.append(ParameterSlice(f"w{start}", start, stop, keep, lossless))
     return replace(
         largest,
         grad_N=torch.empty(numel, dtype=largest.grad_N.dtype, device="meta"),
-        parameters=[piece for piece in shape if piece.numel],
+        parameters=[parameter for parameter in parameters if parameter.numel],
         world_size=ranks,
         layouts={},
     )
@@ -338,16 +356,17 @@ def _slices(buckets: Sequence[Bucket]) -> list[ParameterSlice]:
 
 
 def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
-    """What a rank selects from."""
+    """The bucket, or the part of it, from which a rank selects elements at the level `choice`."""
     if choice.level == INSTANCE:
         return instance_part(bucket, 0)
     return node_part(bucket, len(choice.nodes[0]), 0) if len(choice.nodes) > 1 else bucket
 
 
-def _sent_inside(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
-    """Bytes of the buffers of a rank's dense sum inside its node or instance, by purpose; on gloo.
+def _allpairs_nbytes(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
+    """Purpose -> bytes of the buffers of `dense_allpairs`, which sums within a node or instance.
 
-    `dense_allpairs` receives the piece of each other member, and adds narrow ones up in fp32.
+    A rank receives its piece of the gradient from each other member. Pieces narrower than fp32 are
+    added up in one more buffer, in fp32.
     """
     members = len(choice.nodes[0]) if choice.nodes else bucket.world_size
     # A reduce-scatter adds up one node's shards at a time, an all-reduce the whole bucket.
@@ -361,21 +380,21 @@ def _sent_inside(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
 def _workspace(
     config: SparseConfig, bucket: Bucket, message: int, gathered: int, encoded: int
 ) -> int:
-    """Bytes of the encoders' scratch memory: one may encode a selection while another does a sum.
+    """Bytes of scratch memory of two encoders: one may encode a selection while one does a sum.
 
-    Samples of thresholds take less, except in small models.
+    The scratch memory for sampling thresholds is smaller, except in small models, and left out.
 
     Args:
-        config: as of `taken_on_virtual_ranks`.
-        bucket: what a rank selects from.
+        config: see `taken_on_virtual_ranks`.
+        bucket: the bucket, or the part of it, that a rank selects from.
         message: bytes of the buffer of a rank's encoded selection.
-        gathered: bytes of the buffer of all ranks' sums, each of which encodes its own.
-        encoded: bytes of the buffer of one encoded sum.
+        gathered: bytes of the buffer of all ranks' encoded sums; each rank encodes its own shard's.
+        encoded: bytes of the buffer of one encoded sum of the whole bucket.
     """
     planner, ranks = Planner(config.compression, config.scheme), bucket.world_size
     plans = [planner.plan_for(bucket, step) for step in _steps(config.compression)]
     if all(SCHEMES[plan.scheme].takes_all for plan in plans):
-        return 0
+        return 0  # every element is sent, so that no selection is encoded
     few_bits = config.compression.given_value_bits is not None
     # Before values are quantised, there is room for all of them in fp32.
     values_bytes = FP32_BYTES * bucket.numel if few_bits else message
@@ -388,7 +407,7 @@ def _workspace(
 
 
 def encoder_bytes(numel: int, values_bytes: int) -> int:
-    """An upper bound of the memory that an encoder takes; see `BITMAPS`.
+    """An upper bound of the bytes that one encoder takes for `numel` elements; see `BITMAPS`.
 
     Example:
         >>> encoder_bytes(2**20, 2**14) / 2**20

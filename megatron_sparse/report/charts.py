@@ -79,17 +79,17 @@ class Chart:
         from matplotlib import figure, rc_context
 
         file = io.StringIO()
-        # No date and no random ids, so that the same data gives the same text.
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        # No date and, by the salt, no random ids: the same data gives the same text. None: omitted.
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with rc_context(_STYLE | {"svg.hashsalt": self.name}):
             canvas = figure.Figure(figsize=(WIDTH_IN, self.height_in))
             self.draw(canvas.subplots())
-            canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
+            canvas.savefig(file, format="svg", transparent=True, metadata=no_metadata)
         return _styled(_cleaned(file.getvalue(), self.name), self.title)
 
 
 def _cleaned(text: str, prefix: str) -> str:
-    """The `<svg>` element alone; its ids, and references to them, begin with `prefix`."""
+    """The file's `<svg>` element, with `prefix` before each id: two charts have the same ids."""
     text = text[text.index("<svg") :]
     # A style sheet inside would apply to the whole page.
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
@@ -97,25 +97,27 @@ def _cleaned(text: str, prefix: str) -> str:
     def with_prefix(tag: re.Match[str]) -> str:
         return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag.group())
 
-    # Only inside tags: the user's text stays as it is.
+    # Only inside tags: a run's name may contain `id="` as text.
     return re.sub(r"<[^>]+>", with_prefix, text)
 
 
 def _styled(text: str, title: str) -> str:
-    """The `<svg>` element in the page's font and width; screen readers get the title."""
+    """Replaces the element's fixed font and size by the page's; screen readers get the title."""
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
-    head, rest = text.split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*pt"', "", head)  # the page sets them
-    return f'{head} role="img" aria-label="{html.escape(title)}">{rest}'
+    opening_tag, rest = text.split(">", 1)
+    opening_tag = re.sub(r' (width|height)="[^"]*pt"', "", opening_tag)  # page.css sets them
+    return f'{opening_tag} role="img" aria-label="{html.escape(title)}">{rest}'
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MOST_POINTS` points: means of neighbouring `x`, ascending, and of their `y`.
+    """Reduces a line to at most `MOST_POINTS` points: the means of neighbouring points.
 
-    NaN is left out of a mean; it is NaN where all neighbours are.
+    Args:
+        x: ascending.
+        y: one value for each of `x`. A mean leaves NaN out, and is NaN where all values are.
     """
-    parts = min(len(x), MOST_POINTS)
-    return _means(x, parts), _means(y, parts)
+    count = min(len(x), MOST_POINTS)
+    return _means(x, count), _means(y, count)
 
 
 def _means(values: np.ndarray, parts: int) -> np.ndarray:
@@ -130,7 +132,7 @@ def thinned_note(lengths: Sequence[int]) -> str:
 
 
 def short(name: str) -> str:
-    """A name shortened to `MOST_LETTERS`.
+    """A name cut to at most `MOST_LETTERS` characters.
 
     Example:
         >>> short("a_run_whose_name_goes_on_and_on")
@@ -142,16 +144,17 @@ def short(name: str) -> str:
 def stacked_areas(
     axes: Axes, x: np.ndarray, areas: Mapping[str, np.ndarray], colours: Sequence[str], top: float
 ) -> None:
-    """Areas over the iterations, one on the other; a single iteration is as wide as a bar.
+    """Draws areas over the iterations, stacked on each other.
 
     Args:
         axes: empty.
         x: the iterations' numbers.
-        areas: by name, a value for each of `x`.
+        areas: name -> one value for each of `x`.
         colours: one for each area.
-        top: end of the scale.
+        top: upper end of the y axis.
     """
     if len(x) == 1:
+        # An area over one point has no width: draw it as a bar around the point.
         axes.set_xlim(x[0] - 1, x[0] + 1)
         x = np.array([x[0] - 0.4, x[0] + 0.4])
     values = [np.broadcast_to(value, x.shape) for value in areas.values()]
@@ -164,25 +167,25 @@ def stacked_areas(
 def stacked_bars(
     axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, float]], stages: Sequence[str]
 ) -> None:
-    """A bar of milliseconds for each name, first on top, of stages end to end.
+    """Draws a horizontal bar for each name, made of stages end to end; the first bar is on top.
 
     Stages are labelled for a legend, which the caller draws (`legend_below`).
 
     Args:
         axes: empty.
         names: of the bars.
-        parts: for each bar, milliseconds by stage.
+        parts: for each bar, stage -> milliseconds.
         stages: in order; one that took no time in any bar is left out.
     """
-    places, left = np.arange(len(names)), np.zeros(len(names))
+    y, left = np.arange(len(names)), np.zeros(len(names))
     for stage in stages:
-        widths = np.array([of_bar.get(stage, 0.0) for of_bar in parts])
+        widths = np.array([stage_ms.get(stage, 0.0) for stage_ms in parts])
         if widths.any():
             colour = theme.STAGES[stage]
-            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
+            axes.barh(y, widths, left=left, color=colour, height=0.62, label=stage)
             left += widths
-    axes.set_yticks(places, names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(y, names)
+    axes.set_ylim(len(names) - 0.5, -0.5)  # downwards: bar 0 is on top
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms")
 

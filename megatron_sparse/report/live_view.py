@@ -1,10 +1,10 @@
 """`megatron-sparse view`: a run's progress on the terminal, drawn from the run's files.
 
-For every run, also one whose terminal is elsewhere (a batch job). The time left counts the
-iterations alone, because time between iterations is not recorded.
+It also shows a run in a batch job, which has no terminal. The time left is that of the iterations
+alone, because the time between iterations is not recorded.
 
-`--follow` draws it anew as the run writes lines. It reads the end of the file, so a long run costs
-no more than a short one.
+`--follow` draws the view again whenever the run has written lines. It reads only the end of the
+file, so a long run costs no more than a short one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _STYLES = {
 
 
 def render(progress: RunProgress) -> RenderableType:
-    """Lays out the view: the run's progress, its stages with their shares, and its traffic.
+    """Lays out the view: progress, a bar for each stage of an iteration, and bytes sent.
 
-    `progress` has one iteration at least.
+    `progress` has at least one iteration. The training thread's stages get bars; the buckets'
+    stages, which overlap with them, get one line.
     """
     last = progress.latest
     head = Table.grid(padding=(0, 1), expand=True)
@@ -65,7 +66,7 @@ def render(progress: RunProgress) -> RenderableType:
         style = _STYLES[stage]
         bar = ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
         stages.add_row(stage, f"{ms(time_ms)} ms", f"{share:.0%}", bar)
-    inside = "  ".join(
+    bucket_stages = "  ".join(
         f"{stage} {ms(t)}" for stage, t in progress.means_ms(BUCKET_STAGES).items() if t
     )
     return Group(
@@ -75,17 +76,17 @@ def render(progress: RunProgress) -> RenderableType:
         Text(progress.pace(), style="dim"),
         stages,
         Text(progress.traffic()),
-        Text(f"buckets, ms: {inside}" if inside else "no bucket yet", style="dim"),
+        Text(f"buckets, ms: {bucket_stages}" if bucket_stages else "no bucket yet", style="dim"),
     )
 
 
 def progress_after(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
-    """The progress of a run, which may still be going on, after these iterations."""
+    """The progress of a run after the iterations of `lines`; `folder` has its configuration."""
     _, config = load_config(folder, [])
     total = config.get("training.iterations")
     name = config.get("name") or folder.resolve().name
     progress = RunProgress(name, total if isinstance(total, int) else None)
-    now_s = 0.0
+    now_s = 0.0  # no clock: as if each iteration began when the one before it ended
     for line in lines:
         now_s += line.iteration_ms / 1e3
         progress.add(line, now_s)
@@ -109,7 +110,10 @@ def run(folder: Path, columns: int | None) -> None:
 
 
 def _tail(path: Path) -> list[IterationBreakdown]:
-    """The iterations in a file's last `TAIL_BYTES`; leaves out lines that are damaged or cut."""
+    """The iterations in a file's last `TAIL_BYTES`; none if there is no file.
+
+    Leaves out incomplete lines, such as the first one, which may begin before those bytes.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -120,9 +124,9 @@ def _tail(path: Path) -> list[IterationBreakdown]:
 
 
 def follow(folder: Path, columns: int | None) -> None:
-    """Draws the view until the run's last iteration, or Ctrl-C.
+    """Draws the view again and again until the run's last iteration, or Ctrl-C.
 
-    On a terminal it stays in its place; in a pipe or file each view follows the one before.
+    On a terminal a view replaces the one before; a pipe or file gets them one below the other.
 
     Args:
         folder: the run's folder; it may have no iteration yet.
@@ -139,7 +143,7 @@ def follow(folder: Path, columns: int | None) -> None:
             got="a folder without it" if folder.is_dir() else "no such folder",
             remedy="name the folder that training printed",
         )
-    drawn: int | None = None  # the iteration that the view shows
+    drawn: int | None = None  # the iteration that the last view shows
     waiting = Text(f"{folder}: no iteration is written yet")
     in_place = Live(waiting, console=console, auto_refresh=False)
     with in_place if console.is_terminal else nullcontext() as live:

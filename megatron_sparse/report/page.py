@@ -36,11 +36,11 @@ class Section:
     Attributes:
         name: name of its anchor.
         title: its heading.
-        lead: a paragraph for each run, before everything else.
-        charts: rows of charts, shown first.
+        lead: a paragraph for each run, before the charts.
+        charts: rows of charts, which a wide screen shows side by side.
         tables: shown after the charts.
         unknown: the sentence shown if the runs have no data for the section.
-        folds: (title, text) of parts that the reader can unfold.
+        folds: (title, text) of texts that are hidden until the reader unfolds them.
     """
 
     name: str
@@ -71,7 +71,7 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
     """
-    # Once each: a run may be named before the folder that it is in, to come first.
+    # Each run once, at its first mention: `report runs/b runs` shows run b first.
     found: dict[Path, Path] = {}
     for folder in folders:
         found |= {run_folder.resolve(): run_folder for run_folder in _runs_of(folder)}
@@ -104,14 +104,14 @@ def _runs_of(folder: Path) -> list[Path]:
 def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
-    delayed = [one for one in runs if one.readiness]
+    measured = [one for one in runs if one.readiness]  # measured how long ranks waited
 
     def section(name: str, title: str, **rest: Any) -> Section:
-        """A section with all charts that were found for its name."""
+        """A section with the charts of its name, and the other fields in `rest`."""
         return Section(name, title, charts=charts.get(name, []), **rest)
 
     return [
-        section("exposed", "Exposed communication", lead=[_answer(one, runs) for one in runs]),
+        section("exposed", "Exposed communication", lead=[_paragraph(one, runs) for one in runs]),
         section("summary", "Summary", tables=[tables.summary_table(runs)]),
         section("loss", "Loss", unknown="No finite loss."),
         section(
@@ -120,7 +120,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             tables=[
                 tables.phase_table(one, runs) for one in runs if one.iterations.dense_bytes.any()
             ],
-            unknown="One rank alone sends nothing.",
+            unknown="A run of one rank sends nothing.",
         ),
         section(
             "buckets",
@@ -131,7 +131,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
         section(
             "stragglers",
             "Stragglers",
-            tables=[tables.straggler_table(delayed)] if delayed else [],
+            tables=[tables.straggler_table(measured)] if measured else [],
             unknown="Not measured: train with straggler.mode=observe.",
         ),
         section(
@@ -144,27 +144,32 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     ]
 
 
-def _answer(one: RunData, runs: Sequence[RunData]) -> str:
-    """How much of the run's iterations is exposed, the two longest waits, the throughput."""
+def _paragraph(one: RunData, runs: Sequence[RunData]) -> str:
+    """A paragraph about a run: its exposed communication, two longest waits and throughput.
+
+    If the report has several `runs`, the paragraph begins with the run's name.
+    """
     summary, steady = one.summary, at_target(one.summary)
-    said = [] if len(runs) == 1 else [f"{run_charts.label_of(one, runs)}."]
-    said.append(
+    sentences = [] if len(runs) == 1 else [f"{run_charts.label_of(one, runs)}."]
+    sentences.append(
         f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
         f"{of_all(steady)}, means of {scope(summary)}."
     )
     if summary.get("device", "cpu") != "cpu":
-        said.append("These are the host's waits: streams' waits are part of the stage optimizer.")
+        sentences.append(
+            "These are the CPU thread's waits: waits of CUDA streams are in the stage optimizer."
+        )
     waits_ms = {bucket.name: bucket.exposed_us / 1e3 for bucket in one.buckets.values()}
     if param_wait_ms := steady["stage_ms_mean"]["param_wait"]:
         waits_ms["parameters"] = param_wait_ms
-    whole_ms = sum(waits_ms.values())
-    if whole_ms and len(waits_ms) > 1:
+    total_ms = sum(waits_ms.values())
+    if total_ms and len(waits_ms) > 1:
         worst = sorted(waits_ms, key=lambda name: -waits_ms[name])[:2]
-        named = " and ".join(f"{short(name)} ({waits_ms[name] / whole_ms:.0%})" for name in worst)
-        said.append(f"The longest waits are for {named}.")
+        named = " and ".join(f"{short(name)} ({waits_ms[name] / total_ms:.0%})" for name in worst)
+        sentences.append(f"The longest waits are for {named}.")
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
-        said.append(f"Throughput: {speed}.")
-    return " ".join(said)
+        sentences.append(f"Throughput: {speed}.")
+    return " ".join(sentences)
 
 
 def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
@@ -173,12 +178,12 @@ def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
 
 
 def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
-    """The page's HTML."""
+    """The page's HTML, from the template `page.html.j2`."""
     source = files("megatron_sparse.report")
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (source / "page.html.j2").read_text(encoding="utf-8")
     )
-    gaps: list[str] = []
+    gaps: list[str] = []  # sentences about missing data, which the page shows
     for one in runs:
         prefix = "" if len(runs) == 1 else f"{run_charts.label_of(one, runs)}: "
         gaps += [prefix + gap for gap in one.gaps]

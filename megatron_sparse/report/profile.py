@@ -1,7 +1,7 @@
-"""`megatron-sparse profile`: the sparsity of the gradients in a gradient dump.
+"""`megatron-sparse profile`: the sparsity of the gradients that a run recorded (a gradient dump).
 
-The table has a row for each bucket and one for all of a process group, concatenated; its numbers
-are means over the recorded iterations.
+The table has a row for each bucket, and one for all buckets of a process group as if they were one;
+its numbers are means over the recorded iterations.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ from megatron_sparse.telemetry.console import plain_table
 
 ALL = "all"
 """The row of all buckets of a group together."""
-COLUMNS = (
-    "elements",
-    "density",
-    "overlap",
-    "min-max",
-    "of the sum",
-    "densified",
-    "skewness",
-)
+COLUMNS = ("elements", "density", "overlap", "min-max", "of the sum", "densified", "skewness")
 
 
 @dataclass(frozen=True)
@@ -42,8 +34,8 @@ class Sample:
     Attributes:
         iteration: number of the iteration, as the training loop counts.
         bucket: name of the bucket; ends in `ALL` for all buckets of the group.
-        elements: indices of each rank's non-zero elements: int64, ascending.
-        profile: the exact profile.
+        elements: for each rank, the indices of its non-zero elements: int64, ascending.
+        profile: density, overlap and skewness, computed from all elements.
     """
 
     iteration: int
@@ -53,14 +45,14 @@ class Sample:
 
 
 def run(path: Path, kind: str | None) -> list[dict[str, Any]]:
-    """Prints the table.
+    """Prints the table of a dump, and returns its profiles for JSON.
 
     Args:
-        path: a run's folder, or a dump.
+        path: a run's folder, or the folder of a dump.
         kind: `gradient` or `selected`; None takes `selected` if that was recorded.
 
     Returns:
-        A JSON object for each bucket and iteration.
+        A JSON object for each bucket and iteration: `iteration`, `bucket`, `kind`, `profile`.
 
     Raises:
         ProfileError: the dump is missing, incomplete or damaged.
@@ -101,7 +93,7 @@ def _listed(iterations: Sequence[int]) -> str:
 
 
 def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
-    """Every bucket of every iteration that has it, and after a group's buckets all together.
+    """For each iteration, a sample of each bucket, then one of each group's buckets together.
 
     Args:
         dump: the gradient dump.
@@ -112,40 +104,41 @@ def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
     """
     found = False
     for iteration in dump.iterations:
-        groups: dict[str, list[Sample]] = {}
+        samples_of_group: dict[str, list[Sample]] = {}
         for name, bucket in dump.buckets.items():
             if kind not in dump.kinds(iteration, name):
                 continue
             gradients = dump.read(iteration, name, kind)
             elements = [nonzero_elements(gradient) for gradient in gradients]
             sample = Sample(iteration, name, elements, profile_of(elements, gradients[0].numel()))
-            groups.setdefault(bucket.group, []).append(sample)
-            yield sample
-        for group, members in groups.items():
+            samples_of_group.setdefault(bucket.group, []).append(sample)
             found = True
-            yield _together(iteration, ALL if len(groups) == 1 else f"{group}/{ALL}", members)
+            yield sample
+        for group, samples in samples_of_group.items():
+            name = ALL if len(samples_of_group) == 1 else f"{group}/{ALL}"
+            yield _together(iteration, name, samples)
     if not found:
         raise ProfileError(
             f"{dump.folder} holds no {kind} gradients",
             expected="a run that compresses, or --kind gradient",
             got=f"iterations {_listed(dump.iterations)} without",
-            remedy="--kind takes the other; or record again",
+            remedy="read the other kind with --kind, or record again",
         )
 
 
-def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
-    """The sample of a process group's buckets, one behind the other as if they were one bucket."""
-    elements: list[np.ndarray] = []
-    sizes = [member.profile.numel for member in members]
+def _together(iteration: int, name: str, samples: list[Sample]) -> Sample:
+    """Makes one sample of several buckets, as if they were concatenated into one bucket."""
+    sizes = [sample.profile.numel for sample in samples]
     starts = np.cumsum([0, *sizes[:-1]])
-    for of_rank in zip(*(member.elements for member in members), strict=True):
-        placed = [own_K + start for own_K, start in zip(of_rank, starts, strict=True)]
-        elements.append(np.concatenate(placed))
+    elements: list[np.ndarray] = []
+    for rank in range(len(samples[0].elements)):
+        shifted = [s.elements[rank] + start for s, start in zip(samples, starts, strict=True)]
+        elements.append(np.concatenate(shifted))
     return Sample(iteration, name, elements, profile_of(elements, sum(sizes)))
 
 
 def print_table(samples: Sequence[Sample], title: str) -> None:
-    """A line for each bucket: means over the iterations."""
+    """Prints a line for each bucket: means over the iterations. Lines of `ALL` are bold."""
     print(title)
     table = plain_table("", "bucket", *COLUMNS)
     by_bucket: dict[str, list[Sample]] = {}
@@ -155,16 +148,16 @@ def print_table(samples: Sequence[Sample], title: str) -> None:
         bold = name.rpartition("/")[2] == ALL
         cells = _cells([sample.profile for sample in members])
         table.add_row(name, *cells, style="bold" if bold else None)
-    # Without a terminal there is no width to keep to, and a cut table says nothing.
+    # In a pipe or file rich would assume 80 columns, and cut the cells.
     console = Console(highlight=False)
     Console(highlight=False, width=None if console.is_terminal else 132).print(table)
     print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks")
 
 
 def _cells(profiles: Sequence[SparsityProfile]) -> list[str]:
-    """The `COLUMNS` of a bucket: means over its profiles."""
+    """A bucket's cells, in the order of `COLUMNS`: means over its profiles, one an iteration."""
     n = profiles[0].world_size
-    # Quantiles 0, 0.5 and 1 of `QUANTILES`.
+    # `overlap` has the quantiles 0, 0.25, 0.5, 0.75 and 1 over pairs of ranks.
     least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
     return [
         f"{profiles[0].numel:,}",

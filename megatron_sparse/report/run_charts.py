@@ -35,8 +35,9 @@ MOST_BUCKETS = 16
 
 
 def charts_of(runs: Sequence[RunData]) -> dict[str, list[list[Chart]]]:
-    """The charts that the runs have data for, by section: rows of charts, shown side by side."""
-    sending = [run for run in runs if run.iterations.dense_bytes.any()]
+    """Section name -> rows of charts; a row is shown side by side, charts without data left out."""
+    # A run of one rank synchronises nothing, and has no bytes to compare.
+    with_traffic = [run for run in runs if run.iterations.dense_bytes.any()]
     has_loss = any(np.isfinite(run.iterations.loss).any() for run in runs)
     with_buckets = [run for run in runs if run.buckets]
     return {
@@ -45,7 +46,7 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[list[Chart]]]:
             [_breakdown(run, runs) for run in runs],
         ],
         "loss": [[_loss(runs)]] if has_loss else [],
-        "bytes": [[_wire_ratio(sending)]] if sending else [],
+        "bytes": [[_wire_ratio(with_traffic)]] if with_traffic else [],
         "buckets": [[_buckets(run, runs) for run in with_buckets]] if with_buckets else [],
     }
 
@@ -60,12 +61,12 @@ def _lengths(runs: Sequence[RunData]) -> list[int]:
 
 
 def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) -> None:
-    """Draws a line of `values` for each run, marks its target density, and adds the legend."""
+    """Draws a line for each run, from its array in `values`, and marks where its target begins."""
     handles = []
     for run, value in zip(runs, values, strict=True):
         x, y = thinned(run.iterations.number, value)
-        single = np.isfinite(y).sum() == 1  # a line of one point shows only with a marker
-        handles += axes.plot(x, y, color=theme.SERIES[run.index], marker="o" if single else None)
+        marker = "o" if np.isfinite(y).sum() == 1 else None  # a line of one point is invisible
+        handles += axes.plot(x, y, color=theme.SERIES[run.index], marker=marker)
         mark_target(axes, run.iterations.target_begins, theme.SERIES[run.index])
     axes.set_xlabel("iteration")
     if len(runs) > 1:
@@ -73,6 +74,8 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
 
 
 def _loss(runs: Sequence[RunData]) -> Chart:
+    """The chart of each run's training loss."""
+
     def draw(axes: Axes) -> None:
         _lines(axes, runs, [run.iterations.loss for run in runs])
         axes.set_ylabel("loss")
@@ -82,26 +85,29 @@ def _loss(runs: Sequence[RunData]) -> Chart:
 
 
 def _wire_ratio(runs: Sequence[RunData]) -> Chart:
+    """The chart of each run's bytes on the wire, in percent of a dense ring's."""
+
     def draw(axes: Axes) -> None:
         _lines(axes, runs, [run.iterations.wire_ratio * 100 for run in runs])
         log_axis(axes, "y")
         axes.set_ylabel("% of a dense ring")
 
     note = (
-        "Bytes that the writing rank sent, headers included, over the bytes that each rank of a "
-        "dense ring would send. The scale is logarithmic." + TARGET_NOTE
+        "Bytes that the rank of this log sent, headers included, over the bytes that each rank of "
+        "a dense ring would send. The scale is logarithmic." + TARGET_NOTE
     )
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
 
 
 def _exposed_share(runs: Sequence[RunData]) -> Chart:
+    """The chart of each run's exposed communication, in percent of an iteration."""
     percents = [run.iterations.exposed_share * 100 for run in runs]
-    # A few slow iterations may leave the chart: the others would be flat beside them.
+    # The axis ends above 98 % of the values: outliers would flatten the rest of the line.
     highest = max(float(np.nanpercentile(percent, 98)) for percent in percents)
 
     def draw(axes: Axes) -> None:
         _lines(axes, runs, percents)
-        axes.set_ylim(0, max(1.15 * highest, 1.0))
+        axes.set_ylim(0, max(1.15 * highest, 1.0))  # at least 1 %, should nothing be exposed
         axes.set_ylabel("% of the iteration")
 
     note = (
@@ -113,12 +119,13 @@ def _exposed_share(runs: Sequence[RunData]) -> Chart:
 
 
 def _iteration_time(runs: Sequence[RunData]) -> Chart:
-    times = [run.iterations.iteration_ms for run in runs]
-    highest = max(float(np.nanpercentile(values, 98)) for values in times)
+    """The chart of each run's milliseconds by iteration; slow outliers end above the scale."""
+    times_ms = [run.iterations.iteration_ms for run in runs]
+    highest_ms = max(float(np.nanpercentile(values, 98)) for values in times_ms)
 
     def draw(axes: Axes) -> None:
-        _lines(axes, runs, times)
-        axes.set_ylim(0, highest * 1.15)
+        _lines(axes, runs, times_ms)
+        axes.set_ylim(0, highest_ms * 1.15)
         axes.set_ylabel("ms")
 
     note = (
@@ -129,8 +136,8 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 
 
-def _of_run(chart: Chart, run: RunData, runs: Sequence[RunData]) -> Chart:
-    """A chart of one run; where a report has several, its name and title say whose it is."""
+def _labelled(chart: Chart, run: RunData, runs: Sequence[RunData]) -> Chart:
+    """Adds the run to a chart's anchor and title, if the report has several runs."""
     if len(runs) == 1:
         return chart
     name, title = f"{chart.name}-{run.key.lower()}", f"{chart.title}, {label_of(run, runs)}"
@@ -138,23 +145,19 @@ def _of_run(chart: Chart, run: RunData, runs: Sequence[RunData]) -> Chart:
 
 
 def _breakdown(run: RunData, runs: Sequence[RunData]) -> Chart:
-    """The chart of the training thread's stages; the charts of all runs have the same scales."""
+    """The chart of the training thread's stages in `run`, with the same scales for all `runs`."""
     top_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
     last = max(one.iterations.number[-1] for one in runs)
     columns = run.iterations
 
     def draw(axes: Axes) -> None:
-        claimed = sum(columns.stage_ms[stage] for stage in STEP_STAGES)
-        other = np.maximum(columns.iteration_ms - claimed, 0.0)
-        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {REST: other}
-        thin = {stage: thinned(columns.number, value) for stage, value in stages.items()}
-        stacked_areas(
-            axes,
-            thin[REST][0],  # all stages have the same x
-            {stage: y for stage, (_, y) in thin.items()},
-            [theme.STAGES[stage] for stage in thin],
-            top_ms,
-        )
+        """Stacks the stages and, as `REST`, the time of the iteration that is in none of them."""
+        in_stages_ms = sum(columns.stage_ms[stage] for stage in STEP_STAGES)
+        rest_ms = np.maximum(columns.iteration_ms - in_stages_ms, 0.0)
+        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {REST: rest_ms}
+        x, _ = thinned(columns.number, rest_ms)  # the same for all stages
+        areas = {stage: thinned(columns.number, value)[1] for stage, value in stages.items()}
+        stacked_areas(axes, x, areas, [theme.STAGES[stage] for stage in areas], top_ms)
         mark_target(axes, columns.target_begins)
         left, right = axes.get_xlim()
         axes.set_xlim(left, max(last, right))
@@ -163,7 +166,7 @@ def _breakdown(run: RunData, runs: Sequence[RunData]) -> Chart:
 
     note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
     note += TARGET_NOTE + thinned_note([len(columns.number)])
-    return _of_run(Chart("breakdown", "Where the time went (ms)", note, draw), run, runs)
+    return _labelled(Chart("breakdown", "Where the time went (ms)", note, draw), run, runs)
 
 
 def slowest(run: RunData, most: int) -> list[BucketMedians]:
@@ -174,7 +177,7 @@ def slowest(run: RunData, most: int) -> list[BucketMedians]:
 
 
 def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
-    """The chart of the slowest buckets' stages; bars and scales of all runs are alike."""
+    """The chart of the slowest buckets' stages in `run`, with the same scales for all `runs`."""
     shown = slowest(run, MOST_BUCKETS)
     shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
     bar_count = max(map(len, shown_of))
@@ -184,13 +187,13 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
         stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
         stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
         axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first bar on top
-        axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)
+        axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)  # matplotlib needs a positive length
         legend_below(axes, 4)
 
     count = max(bucket.count for bucket in shown)
-    all_of = len(run.buckets)
-    few = f"The {len(shown)} slowest of {all_of} buckets" if all_of > len(shown) else "Each bucket"
-    note = f"{few}, medians of the last {count} iterations."
+    total = len(run.buckets)
+    which = f"The {len(shown)} slowest of {total} buckets" if total > len(shown) else "Each bucket"
+    note = f"{which}, medians of the last {count} iterations."
     height_in = AXIS_IN + 0.2 + BAR_IN * max(bar_count, 2)
     chart = Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
-    return _of_run(chart, run, runs)
+    return _labelled(chart, run, runs)

@@ -1,9 +1,9 @@
 """The data of one run for a report: its folder, read once.
 
-Every line of `breakdown.jsonl` becomes an entry in each column; of `buckets.jsonl` only the last
-`WINDOW` iterations are kept, so that memory does not grow with the length of a run. Missing or
-damaged files that a report can do without become a sentence in `RunData.gaps`, which the page
-shows; a folder without any iteration is an error.
+`breakdown.jsonl` has a line for each iteration, `buckets.jsonl` one for each bucket and iteration.
+Of the second only the last `WINDOW` iterations are kept in memory. A missing or damaged file that a
+report can do without becomes a sentence in the list `gaps`, which the page shows; a folder without
+any iteration is an error.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class BucketMedians:
 
     Attributes:
         name: name of the bucket.
-        scheme: the scheme that carried it last.
+        scheme: the scheme that synchronised it last.
         count: number of iterations behind the medians.
         numel: number of elements.
-        density: density sent.
+        density: elements sent / `numel`.
         wire_bytes: bytes sent.
-        stage_us: microseconds by stage.
+        stage_us: stage -> microseconds.
         measured_us: microseconds of all stages together.
-        predicted_us: the cost model's prediction for them; None if no model chose the scheme.
+        predicted_us: the cost model's `measured_us`; None if no model chose the scheme.
         exposed_us: microseconds that the training thread waited for it; a mean, so that the waits
             for all buckets add up.
     """
@@ -79,7 +79,7 @@ class RunData:
         iterations: one value for each iteration.
         buckets: medians by bucket name, in launch order.
         plan: rows of `plan.json`, by bucket.
-        readiness: the ranks' waits for one another, by bucket.
+        readiness: bucket -> records of how long each rank waited for the last one.
         command: the command that started the run; empty if unknown.
         config: configuration values by dotted key.
         gaps: sentences about missing data.
@@ -107,8 +107,7 @@ def load_run(folder: Path, index: int) -> RunData:
     """Reads a run's folder; the run may still be going on. `index`: see `RunData`.
 
     Raises:
-        ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
-            version whose lines have other fields.
+        ConfigError: see `load_breakdown`.
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)
@@ -131,17 +130,15 @@ def load_run(folder: Path, index: int) -> RunData:
 
 
 def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
-    """The iterations of a run in order, at least one, and their history.
+    """The iterations of a run in order, at least one, and the same as columns with totals.
 
-    Args:
-        folder: the run's folder.
-        gaps: receives sentences about damaged lines.
+    Appends sentences about damaged lines to `gaps`.
 
     Raises:
         ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
             version whose lines have other fields.
     """
-    path, damaged = folder / BREAKDOWN_FILE, []  # receives numbers of damaged lines
+    path, damaged = folder / BREAKDOWN_FILE, []  # `read_lines` appends damaged lines' numbers
     history = RunHistory()
     try:
         lines = [IterationBreakdown(**line) for line in read_lines(path, damaged)]
@@ -177,11 +174,11 @@ def _note_damaged(path: Path, damaged: list[int], gaps: list[str]) -> None:
 def _load_summary(
     folder: Path, history: RunHistory, config: Mapping[str, Any], gaps: list[str]
 ) -> Mapping[str, Any]:
-    """The summary file's fields, with totals taken from the iterations.
+    """The fields of `summary.json`, with totals counted anew from the iterations.
 
-    Without a readable file only the totals, the name and the target density; `gaps` gets a sentence
-    then. The target is what the configuration asks for, or else what the file says; for `auto` it
-    is the density that was sent, and None where nothing was left out.
+    If the file cannot be read, only the totals, the name and the target density, and `gaps` gets a
+    sentence. The target density is `compression.density` of the configuration, or else of the
+    file; if that is `auto`, it is the density that was sent, or None if all elements were.
     """
     found: dict[str, Any] = {}
     if (folder / SUMMARY_FILE).exists():
@@ -197,24 +194,19 @@ def _load_summary(
     totals = history.summary()
     if found and found.get("iterations") != totals["iterations"]:
         gaps.append(
-            f"{SUMMARY_FILE} counts other iterations than the lines: the run has gone on since, "
-            "or lines are damaged"
+            f"{SUMMARY_FILE} counts other iterations than {BREAKDOWN_FILE}: the run has gone on "
+            "since, or lines are damaged"
         )
-    asked = config.get("compression.density", found.get("target_density"))
-    return {
-        "name": config.get("name"),
-        **found,
-        **totals,
-        "target_density": target_density(asked, totals),
-    }
+    configured = config.get("compression.density", found.get("target_density"))
+    target = target_density(configured, totals)
+    return {"name": config.get("name"), **found, **totals, "target_density": target}
 
 
 def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
-    """The start command in the file's first line, and the values by dotted key; empty if missing.
+    """Reads `config.yaml`; a missing or damaged file counts as empty, and `gaps` gets a sentence.
 
-    Args:
-        folder: the run's folder.
-        gaps: receives a sentence about a missing or damaged file.
+    Returns:
+        The command that started the run, from the comment in the first line; dotted key -> value.
     """
     path = folder / CONFIG_FILE
     try:
@@ -228,8 +220,8 @@ def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
     except (ValueError, yaml.YAMLError) as error:
         gaps.append(f"{CONFIG_FILE} is damaged: {_one_line(error)}")
         return "", {}
-    first = text.partition("\n")[0]
-    command = redact_text(first[1:].strip()) if first.startswith("#") else ""
+    first_line = text.partition("\n")[0]
+    command = redact_text(first_line[1:].strip()) if first_line.startswith("#") else ""
     return command, flat(redact(values))
 
 
@@ -238,17 +230,18 @@ def _load_plan(folder: Path, gaps: list[str]) -> dict[str, dict[str, Any]]:
     if not (folder / PLAN_FILE).exists():
         gaps.append(f"{PLAN_FILE} is missing; a run writes it when it ends")
         return {}
-    with _noted(gaps):
+    with _errors_as_gaps(gaps):
         return read_plan(folder)
-    return {}  # the file is damaged
+    return {}  # `_errors_as_gaps` has caught an error
 
 
 def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketMedians]:
-    """The buckets' medians over the iterations from `last - WINDOW + 1` on."""
+    """Bucket name -> medians over the `WINDOW` iterations that end with iteration `last`."""
     path, damaged = folder / BUCKETS_FILE, []
     recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
     try:
         for line in read_lines(path, damaged):
+            # The run may have written later lines since `last` was read.
             if last - WINDOW < line["iteration"] <= last:
                 recent[line["bucket"]].append(line)
         found = {name: _medians(name, list(lines)) for name, lines in recent.items()}
@@ -262,42 +255,43 @@ def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketM
 
 
 def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
-    """A bucket's medians over those of its lines that have the scheme of the last one."""
+    """A bucket's medians over those of its `lines` that have the scheme of the last line."""
     scheme = lines[-1]["scheme"]
-    alike = [line for line in lines if line["scheme"] == scheme]
+    same_scheme = [line for line in lines if line["scheme"] == scheme]
 
-    def middle(of: Callable[[dict[str, Any]], float]) -> float:
-        """The median of what `of` takes from each line."""
-        return float(median(of(line) for line in alike))
+    def median_of(value: Callable[[dict[str, Any]], float]) -> float:
+        """The median of `value(line)` over the lines."""
+        return float(median(value(line) for line in same_scheme))
 
     numel = lines[-1]["numel"]
-    predicted = alike[-1]["predicted_us"]
+    predicted = lines[-1]["predicted_us"]
     return BucketMedians(
         name=str(name),
         scheme=str(scheme),
-        count=len(alike),
+        count=len(same_scheme),
         numel=numel,
-        density=middle(lambda line: line["nnz"]) / numel if numel else 0.0,
-        wire_bytes=int(middle(lambda line: line["wire_bytes"])),
+        density=median_of(lambda line: line["nnz"]) / numel if numel else 0.0,
+        wire_bytes=int(median_of(lambda line: line["wire_bytes"])),
         stage_us={
-            stage: middle(lambda line, stage=stage: line["stage_us"][stage])
+            # The default argument binds each stage; a closure would see the last one only.
+            stage: median_of(lambda line, stage=stage: line["stage_us"][stage])
             for stage in lines[-1]["stage_us"]
         },
-        measured_us=middle(lambda line: sum(line["stage_us"].values())),
+        measured_us=median_of(lambda line: sum(line["stage_us"].values())),
         predicted_us=None if predicted is None else float(predicted),
-        exposed_us=fmean(line["exposed_us"] for line in alike),
+        exposed_us=fmean(line["exposed_us"] for line in same_scheme),
     )
 
 
 def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
-    with _noted(gaps):
+    with _errors_as_gaps(gaps):
         return load_readiness(folder)
     return {}  # the file is damaged or cannot be read
 
 
 @contextmanager
-def _noted(gaps: list[str]) -> Iterator[None]:
-    """Turns an error of a file that a report can do without into a sentence."""
+def _errors_as_gaps(gaps: list[str]) -> Iterator[None]:
+    """Appends a sentence to `gaps` instead of raising, for a file that a report can do without."""
     try:
         yield
     except ConfigError as error:

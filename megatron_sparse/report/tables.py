@@ -52,14 +52,18 @@ class Table:
 
 
 def summary_table(runs: Sequence[RunData]) -> Table:
-    """A column for each run."""
+    """The table of totals and means: a row for each quantity, a column for each run."""
 
     def of(name: str) -> tuple[str, Callable[[RunData], str]]:
         """The row of one of `QUANTITIES`: its label, and the function that makes a run's cell."""
         quantity = QUANTITIES[name]
         return quantity.label, lambda run: quantity.cell(run.summary)
 
-    gathers = any(run.summary["param_dense_bytes"] for run in runs)
+    gather_rows: list[tuple[str, Callable[[RunData], str]]] = []
+    if any(run.summary["param_dense_bytes"] for run in runs):  # parameters were gathered
+        title = "parameters sent, whole run"
+        gather_rows.append((title, lambda run: _traffic(run.summary, "param_")))
+        gather_rows.append(of("total_wire_ratio"))
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("iterations", _iterations),
         ("ranks", lambda run: _ranks(run.summary)),
@@ -76,28 +80,21 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         of("exposed_share"),
         ("exposed, mean ms", lambda run: of_all(at_target(run.summary))),
         of("overlapped_ms"),
-        *(
-            [
-                ("parameters sent, whole run", lambda run: _traffic(run.summary, "param_")),
-                of("total_wire_ratio"),
-            ]
-            if gathers
-            else []
-        ),
+        *gather_rows,
         ("throughput", _rate),
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
     note = (
         "Densities, bytes / dense and times are those at the target density, after warm-up and "
-        "ramp, if the run has reached it; all else is of the whole run."
+        "ramp, if the run has reached it; all other rows are of the whole run."
     )
     return Table(
         "",
         ["", *(label_of(run, runs) for run in runs)],
         [[name, *(cell(run) for run in runs)] for name, cell in rows],
         note,
-        frozenset(range(len(runs) + 1)),
+        words=frozenset(range(len(runs) + 1)),  # all columns
     )
 
 
@@ -142,7 +139,7 @@ def _versions(run: RunData) -> str:
 
 
 def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
-    """Traffic and time by phase."""
+    """The table of a run's bytes and times by phase of its schedule (dense, ramp, target)."""
     headers = [header for header, _ in PHASE_COLUMNS.values()]
     return Table(
         f"Bytes by phase, {label_of(run, runs)}", ["phase", *headers], phase_rows(run.summary)
@@ -150,7 +147,7 @@ def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
 
 
 def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
-    """Plan and times of the slowest buckets."""
+    """The table of a run's slowest buckets: plan, bytes and times."""
     shown = slowest(run, MOST_BUCKETS)
     left_out = len(run.buckets) - len(shown)
     note = (
@@ -163,16 +160,8 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
     return Table(
         f"Buckets, {label_of(run, runs)}",
         [
-            "bucket",
-            "elements",
-            "scheme",
-            "density",
-            "sent",
-            "exposed ms",
-            "predicted ms",
-            "measured ms",
-            "ratio",
-            "reason for the scheme",
+            *("bucket", "elements", "scheme", "density", "sent"),
+            *("exposed ms", "predicted ms", "measured ms", "ratio", "reason for the scheme"),
         ],
         [_bucket_row(bucket, run) for bucket in shown],
         note,
@@ -198,15 +187,18 @@ def _bucket_row(bucket: BucketMedians, run: RunData) -> list[str]:
 
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
-    """A row for each run that measured delays; for one run alone, also one for each bucket."""
-    measured = {label_of(run, runs): list(chain(*run.readiness.values())) for run in runs}
+    """The table of how late the last rank was: a row for each run.
+
+    A report of one run also has a row for each of its buckets.
+    """
+    records_of = {label_of(run, runs): list(chain(*run.readiness.values())) for run in runs}
     if len(runs) == 1:
-        measured |= runs[0].readiness
+        records_of |= runs[0].readiness
     rows = []
-    for name, records in measured.items():
+    for name, records in records_of.items():
         if found := summary_of(records):
-            times = [ms(found[f"{figure}_ms"]) for figure in ("median", "mean", "max")]
-            shares = [percent(found[figure]) for figure in ("share", "persistence")]
+            times = [ms(found[f"{statistic}_ms"]) for statistic in ("median", "mean", "max")]
+            shares = [percent(found[share]) for share in ("share", "persistence")]
             rows.append([name, str(found["count"]), *times, str(found["rank"]), *shares])
     return Table(
         "Delay of the last rank",
@@ -218,29 +210,31 @@ def straggler_table(runs: Sequence[RunData]) -> Table:
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    """Configuration keys in which the runs of known configuration differ."""
+    """The table of the configuration keys in which the runs differ: a column for each run."""
     rows = []
-    for key in dict.fromkeys(key for run in runs for key in run.config):
+    every_key = dict.fromkeys(key for run in runs for key in run.config)  # each once, in order
+    for key in every_key:
         cells = [canonical(run.config[key]) if key in run.config else UNKNOWN for run in runs]
-        known = {cell for cell, run in zip(cells, runs, strict=True) if run.config}
-        if key not in OF_THE_RUN_ITSELF and len(known) > 1:
+        # A run without a `config.yaml` differs in no key.
+        values = {cell for cell, run in zip(cells, runs, strict=True) if run.config}
+        if key not in OF_THE_RUN_ITSELF and len(values) > 1:
             rows.append([key, *cells])
     return Table(
         "Configuration: differences",
         ["key", *(label_of(run, runs) for run in runs)],
         rows,
         "" if rows else "Nothing differs.",
-        frozenset(range(len(runs) + 1)),
+        words=frozenset(range(len(runs) + 1)),  # all columns
     )
 
 
 def write_csv(runs: Sequence[RunData], path: Path) -> None:
-    """Writes a line for each run: its name, the keys in which the runs differ, its summary.
+    """Writes a CSV line for each run: its name, the keys in which the runs differ, its summary.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # Those tables have a column for each run, so their rows are the file's columns.
+    # Transposes the two tables, which have a column for each run: a row becomes a CSV column.
     columns = [*difference_table(runs).rows, *summary_table(runs).rows]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

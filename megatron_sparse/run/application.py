@@ -1,8 +1,11 @@
 """`megatron-sparse train`: the Hydra application.
 
-Hydra reads the command line (overrides, `--multirun`, `--cfg`, `--help`); its errors become typed
-errors like all others. With `--multirun` each run gets a name of its own, and a run that fails does
-not end the others, see `sweep`.
+Hydra reads the command line (overrides, `--multirun`, `--cfg`, `--help`); its errors become
+`MegatronSparseError`s (typed errors). With `--multirun` (a sweep), each combination of values is a
+run with its own name, and a run that fails does not end the other runs, see `sweep`.
+
+If torchrun or srun starts this command, it runs as every rank at once. An error in the command line
+occurs on all of them, so `reported_by_first_rank` lets one rank of each node report it.
 """
 
 from __future__ import annotations
@@ -51,14 +54,13 @@ def train(arguments: Sequence[str]) -> None:
     """Composes a configuration from the command line and runs it; see `composition.with_preset`.
 
     Args:
-        arguments: Hydra's: `GROUP=OPTION`, `SECTION.KEY=VALUE`, `megatron.FLAG=VALUE`, its flags.
+        arguments: `GROUP=OPTION`, `SECTION.KEY=VALUE`, `megatron.FLAG=VALUE`, and Hydra's flags.
 
     Raises:
         MegatronSparseError: the configuration or the run is wrong, or runs of a sweep failed.
         SystemExit: with the exit code of a rank that failed; also after Hydra's own flags.
     """
-    # Spares the exit a long search for cycles. Comes before torch is imported.
-    end_quickly()
+    end_quickly()  # must be called before torch is imported
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])
     with reported_by_first_rank():
@@ -73,27 +75,23 @@ def train(arguments: Sequence[str]) -> None:
 def _train_one(overrides: Sequence[str], command: str) -> None:
     """Trains the one run that the overrides compose.
 
-    A typed error leaves Hydra as an exit, because Hydra adds lines of its own to any other
-    exception; it is raised again behind Hydra.
+    A typed error is kept, passes through Hydra as `SystemExit`, and is raised again after it: Hydra
+    would add its own lines to any other exception.
 
     Raises:
         MegatronSparseError: the configuration or the run is wrong.
         SystemExit: with the exit code of a rank that failed.
     """
-    refused: list[MegatronSparseError] = []
+    kept_errors: list[MegatronSparseError] = []
 
     def run(composed: DictConfig) -> None:
-        """What Hydra calls with the composed configuration: trains, and exits if that failed.
-
-        Keeps a typed error in `refused`, which is raised again behind Hydra. An error of the
-        composition is every rank's, so only the first rank of each node keeps it.
-        """
+        """Hydra calls this with the composed configuration. Trains, and exits if that fails."""
         try:
             with reported_by_first_rank():
                 config = composition.from_hydra(composed)
             code = launch.run(config, command)
         except MegatronSparseError as error:
-            refused.append(error)
+            kept_errors.append(error)
             code = error.exit_code
         if code:
             sys.exit(code)
@@ -102,15 +100,15 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
         with reported_by_first_rank():
             _hydra(run, overrides)
     except SystemExit:
-        if refused:
-            raise refused[0] from None
+        if kept_errors:
+            raise kept_errors[0] from None
         raise
 
 
 def _train_each(overrides: Sequence[str], command: str) -> None:
-    """Trains the runs of a sweep, after every one of their configurations has been checked.
+    """Trains the runs of a sweep, after the configurations of all runs have been checked.
 
-    Those that come from files of the user's own are checked when their run begins.
+    With a configuration file of the user's (`--config-dir`), each run is only checked at its start.
     """
     with reported_by_first_rank():
         if "RANK" in os.environ or slurm_ranks(os.environ):
@@ -122,26 +120,27 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
             )
     if any("hydra/launcher=submitit" in text for text in overrides):
         require(SUBMITIT, "hands the runs to Slurm", "slurm")
+    # Hydra's flags start with a dash; the other words are overrides.
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
     parsed = sweep.parsed(with_values)
     _check_secrets(with_values)
     if _OWN_CONFIGS.isdisjoint(text.partition("=")[0] for text in overrides):
         check_each_run(parsed)
     folder = _sweep_folder(parsed)
-    quoted = str(folder).replace("'", "\\'")
-    # A job of Slurm imports the package from the same place as this process.
+    quoted_folder = str(folder).replace("'", "\\'")
+    # Slurm's jobs inherit the environment: they then import the same package as this process.
     os.environ.update(package_path())
     swept = sweep.swept_keys(parsed)
 
     def run(composed: DictConfig) -> None:
-        """What Hydra calls with each combination."""
+        """Hydra calls this with the configuration of each combination of values."""
         _run_of_sweep(composed, command, swept)
 
     try:
-        _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted}'"])
+        _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted_folder}'"])
     except OSError as error:
         if folder.is_dir():
-            raise
+            raise  # not about making the sweep's folder
         raise ConfigError(
             "the sweep's folder cannot be made",
             expected="a folder that can be made and written",
@@ -153,7 +152,7 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuses flags that Hydra does not have, and two that exclude each other.
+    """Refuses flags that Hydra does not have, and more than one of the flags in `_MODES`.
 
     Raises:
         ConfigError: names the key that the user most likely means.
@@ -168,12 +167,12 @@ def check_flags(arguments: Sequence[str]) -> None:
             "these flags exclude each other",
             expected="one of " + ", ".join(flag for flag, _ in _MODES),
             got=" ".join(flags),
-            remedy="leave the others out",
+            remedy="give one of these flags only",
         )
 
 
 def _no_flag(flag: str) -> ConfigError:
-    """The error for an unknown flag: names the flag, or else the key, that is nearest to it."""
+    """The error for an unknown flag; suggests the flag, or else the key, of similar spelling."""
     word = flag.strip("-")
     near = difflib.get_close_matches(word, [each.strip("-") for each in _FLAGS], 1)
     if near:
@@ -192,11 +191,11 @@ def _no_flag(flag: str) -> ConfigError:
 
 
 def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> None:
-    """One run of a sweep; called on every rank of it if a launcher of Hydra's started the ranks.
+    """Trains one run of a sweep, and writes its outcome (`sweep.RunEnd`).
 
-    Returns even if the run fails, so that the others go on; a signal to the process that starts
-    them one by one ends the sweep. Prints the error itself, because in a job of Slurm nothing else
-    would.
+    As a Slurm job this is called on every rank of the run. A failed run prints its error, because
+    nothing else in the job does, and returns, so that the other runs go on. Only a signal to the
+    process that starts the runs one after the other ends the sweep.
     """
     job = HydraConfig.get()
     assert job.mode == RunMode.MULTIRUN
@@ -212,25 +211,26 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         print(f"error: {problem}", file=sys.stderr, flush=True)
     except SystemExit as error:
         code, problem = int(error.code or 0), _OTHER_RANK
-    # Of several ranks, one that knows the reason overwrites what rank 0 has written without it.
+    # Rank 0 writes the outcome. If only another rank knows the reason, that rank overwrites it.
     has_reason = code != 0 and problem != _OTHER_RANK
     if has_reason or os.environ.get("RANK", "0") == "0":
         outcome = sweep.RunEnd(name, code, problem)
         outcome.write(Path(job.runtime.output_dir), replace=has_reason or code == 0)
-    stopped = code in {128 + number for number in ENDING}
-    if stopped and job.runtime.choices["hydra/launcher"] == "basic":
-        sys.exit(code)  # the signal was for the sweep: no other run starts
+    by_signal = code in {128 + number for number in ENDING}
+    if by_signal and job.runtime.choices["hydra/launcher"] == "basic":
+        sys.exit(code)  # this process starts all runs, so the signal was for the sweep
 
 
 def _check_secrets(overrides: Sequence[str]) -> None:
-    """Refuses secrets in a sweep's overrides: Hydra writes those into files of its own.
+    """Refuses secrets in a sweep's overrides, because Hydra writes overrides into its own files.
 
     Raises:
         ConfigError: an override has a secret in it.
     """
     for text in overrides:
         key, word = text.partition("=")[0].lstrip("+~"), shlex.quote(text)
-        # By its name, or inside the value, as in cluster.env={NAME:VALUE}, or by its form.
+        # `redact_command` finds secret key names, secret names in the value, as in
+        # cluster.env={NAME:VALUE}, and values with the form of a secret.
         if redact_command(word) != word:
             name = key.rpartition(".")[2]
             variable = "the variable" if name == "env" else name
@@ -243,16 +243,12 @@ def _check_secrets(overrides: Sequence[str]) -> None:
 
 
 def check_each_run(overrides: Sequence[Override]) -> None:
-    """Composes every run of a sweep, so that a wrong value is told before the first one trains.
-
-    Args:
-        overrides: of the sweep.
+    """Composes every run of a sweep, so that a wrong value is reported before any run trains.
 
     Raises:
         ConfigError: values are refused, or two runs would have one folder.
     """
-    choices: dict[str, list[str]] = {}
-    """For each key, as `key=value`, what the runs set it to."""
+    choices: dict[str, list[str]] = {}  # key -> `key=value` for each of its values
     for override in overrides:
         key = override.get_key_element()
         if override.key_or_group.startswith("hydra"):
@@ -269,7 +265,7 @@ def check_each_run(overrides: Sequence[Override]) -> None:
         else:
             values = [override.get_value_element_as_str()]
         choices[key] = [f"{key}={value}" for value in values]
-    refused: dict[str, MegatronSparseError] = {}  # by text: many runs share a mistake
+    refused: dict[str, MegatronSparseError] = {}  # error text -> error: runs may share a mistake
     swept, folders = sweep.swept_keys(overrides), set[Path]()
     for run in itertools.product(*choices.values()):
         try:
@@ -278,7 +274,7 @@ def check_each_run(overrides: Sequence[Override]) -> None:
             if folder in folders:
                 raise ConfigError(
                     f"several runs of the sweep would have the folder {folder}",
-                    expected="a name of its own for each",
+                    expected="a different name for each run",
                     got=" ".join(run),
                     remedy="start them one by one, each with another name=",
                 )
@@ -289,7 +285,10 @@ def check_each_run(overrides: Sequence[Override]) -> None:
 
 
 def _sweep_folder(overrides: Sequence[Override]) -> Path:
-    """The folder of the sweep itself, beside its runs': RUNS_DIR/multirun/TIME."""
+    """The folder for the outcomes of the sweep's runs: RUNS_DIR/multirun/TIME.
+
+    Hydra needs it before it composes a run, so `runs_dir` is read from the overrides.
+    """
     runs_dir = RunConfig.runs_dir
     for override in overrides:
         if override.key_or_group == "runs_dir" and not override.is_sweep_override():
@@ -301,24 +300,26 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
     """Lets Hydra compose a configuration from the overrides and call `task` with it.
 
     Raises:
-        ConfigError: Hydra refuses them.
-        SweepError: a job of a launcher of Hydra's ended without a result.
+        ConfigError: Hydra refuses the overrides.
+        SweepError: a Slurm job of a sweep ended without a result.
     """
     application = hydra.main(
         config_path=f"pkg://{composition.CONFIG_MODULE}",
         config_name=composition.CONFIG_NAME,
         version_base=None,
     )(task)
-    # Hydra reads its command line from sys.argv; without the variable it prints errors and exits.
+    # Hydra reads its command line from sys.argv. Without HYDRA_FULL_ERROR it prints errors and
+    # exits instead of raising them.
     argv, sys.argv = sys.argv, ["megatron-sparse train", *overrides]
     try:
         with environment({"HYDRA_FULL_ERROR": "1"}), warnings.catch_warnings():
-            # Our launcher's file has the name of the plugin's schema, but does not use it.
+            # Our hydra/launcher file has the name of submitit's schema, without using the schema.
             warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
             application()
     except composition.COMPOSITION_ERRORS as error:
         raise composition.config_error(error) from None
     except Exception as error:
+        # submitit, Hydra's Slurm launcher, may not be installed: find its errors by module name.
         if not type(error).__module__.startswith("submitit."):
             raise
         raise SweepError(

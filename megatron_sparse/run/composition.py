@@ -1,7 +1,8 @@
-"""From Hydra's groups and overrides, or from a file, to a checked `RunConfig`.
+"""Makes a checked `RunConfig` of Hydra's groups and overrides, or of a run's file.
 
-The dataclasses are the schema: an unknown key, a value of another type and an unknown option of a
-group all raise a `ConfigError` that names the valid ones.
+A group, such as `model`, is a choice between YAML files, its options: `model=gpt_tiny`. An override
+sets a group or a key. The dataclasses are the schema: an unknown key, a value of another type and
+an unknown option of a group raise a `ConfigError` that names the valid ones.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def register_schema() -> None:
         "groups", lambda: described.groups_help(GROUPS, group_options), replace=True
     )
     OmegaConf.register_new_resolver(
-        "keys",  # OmegaConf passes the whole configuration as `_root_`
+        "keys",  # OmegaConf passes the whole configuration to a parameter named `_root_`
         lambda *, _root_: described.keys_help(OmegaConf.to_container(_root_, resolve=False)),  # type: ignore[arg-type]
         replace=True,
     )
@@ -94,17 +95,17 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _in_hydra_syntax(override: str) -> str:
-    """One override as Hydra's parser takes it; the user writes neither `++` nor `@_global_`."""
-    if _FREE.match(override):  # adds a key, such as megatron.manual_gc=true
+    """Adds the signs that Hydra's parser needs to one override, which users need not write."""
+    if _FREE.match(override):  # a key that is in no schema, such as megatron.manual_gc=true
         override = f"++{override}"
     _check_names(override)
-    # The values of a preset, an experiment, a cluster or a model belong at the root.
+    # Files of these groups have keys of several sections: Hydra has to put them at the root.
     override = _AT_ROOT.sub(r"\1@_global_=", override)
     return _scheme_override(override)
 
 
 def _check_names(override: str) -> None:
-    """Refuses values that cannot be the name of a group's option.
+    """Refuses an option's name that Hydra would read as null, a boolean or a number.
 
     Raises:
         ConfigError: lists the options.
@@ -121,17 +122,17 @@ def _check_names(override: str) -> None:
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `train`, with `preset=auto` where none of them is about synchronisation.
+    """Puts `preset=auto` before the arguments of `train` if none of them is about synchronisation.
 
-    With --hydra-help Hydra composes its own configuration, which has no presets.
+    Not with --hydra-help, for which Hydra composes its own configuration, without presets.
 
     Example:
         >>> with_preset(["model=gpt_tiny"]), with_preset(["scheme=zen"])
         (['preset=auto', 'model=gpt_tiny'], ['scheme=zen'])
     """
-    names_one = any(map(_SETTING.match, arguments))
-    stays = names_one or "--hydra-help" in arguments
-    return list(arguments) if stays else ["preset=auto", *arguments]
+    if any(map(_SETTING.match, arguments)) or "--hydra-help" in arguments:
+        return list(arguments)
+    return ["preset=auto", *arguments]
 
 
 def _is_override(text: str) -> bool:
@@ -139,12 +140,16 @@ def _is_override(text: str) -> bool:
 
 
 def _scheme_override(text: str) -> str:
-    """Spells `scheme=NAME` as `scheme.name=NAME`: schemes have no files of their own."""
+    """Rewrites `scheme=NAME` to `scheme.name=NAME`: Hydra has no file for a scheme.
+
+    Other overrides are returned unchanged.
+    """
     group, _, value = text.partition("=")
     if group != SCHEME:
         return text
     known = group_options(SCHEME)
     for name in value.split(","):
+        # Hydra itself refuses what is no word; `choice(dense` of a sweep is left to it, too.
         if re.fullmatch(r"\w+", name) and name not in known:
             raise _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"
@@ -164,17 +169,17 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         0.001
     """
     register_schema()
-    GlobalHydra.instance().clear()
-    spelt = hydra_overrides(overrides)
+    GlobalHydra.instance().clear()  # an earlier call may have initialised Hydra
+    rewritten = hydra_overrides(overrides)
     try:
         with initialize_config_module(CONFIG_MODULE, version_base=None):
-            return from_hydra(hydra_compose(CONFIG_NAME, overrides=spelt))
+            return from_hydra(hydra_compose(CONFIG_NAME, overrides=rewritten))
     except COMPOSITION_ERRORS as error:
         raise config_error(error) from None
 
 
 def from_hydra(composed: DictConfig) -> RunConfig:
-    """Checks a configuration that Hydra composed.
+    """Makes a checked `RunConfig` of a configuration that Hydra composed.
 
     Raises:
         ConfigError: a value is wrong.
@@ -187,7 +192,7 @@ def from_hydra(composed: DictConfig) -> RunConfig:
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
-    """Makes a configuration of nested plain values, and checks it.
+    """Makes a checked `RunConfig` of nested plain values.
 
     Raises:
         ConfigError: a key is unknown or a value is wrong.
@@ -214,27 +219,30 @@ def load(path: Path) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or is not a run's configuration.
     """
+    problem = "nothing in it"
+    mapping: Any = None
     try:
         mapping = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # yaml's errors have no common base with those of the disk
-        mapping = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
     if not isinstance(mapping, dict) or not mapping:
         raise ConfigError(
             f"{path} cannot be read",
             expected="the configuration of a run, as YAML",
-            got=mapping or "nothing in it",
+            got=mapping or problem,
             remedy="start the run again; it writes this file",
         )
     return from_mapping(mapping)  # type: ignore[arg-type]
 
 
 def saved_schedule(path: Path) -> dict[str, int]:
-    """The numbers of `compression.warmup_iters` and `compression.ramp_iters` in a run's file.
+    """Reads `compression.warmup_iters` and `compression.ramp_iters` from a run's `config.yaml`.
+
+    The file is not checked as a `RunConfig`, because another version may have written it.
 
     Returns:
-        Those that are numbers there: with `compression.density=auto` the ramp is null. None of a
-        file that cannot be read. The file is not checked as a `RunConfig`, because its other keys
-        may be of another version.
+        Key -> number, without a key that is null, as the ramp is with `compression.density=auto`;
+        empty if the file cannot be read.
     """
     try:
         section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]
@@ -245,10 +253,10 @@ def saved_schedule(path: Path) -> dict[str, int]:
 
 
 def save(config: RunConfig, path: Path, command: str) -> None:
-    """Writes every value of the run as YAML, under a comment with the command that made it.
+    """Writes every value of the run as YAML, under a comment with the command that started it.
 
-    Secrets in the command are hidden, and every variable of `cluster.env` that is not on the
-    allow-list of `redaction`; the ranks read those from their own environment. `load` returns every
+    Hides secrets in the command, and each variable of `cluster.env` that is not on the allow-list
+    of `redaction`; the ranks read hidden variables from their environment. `load` returns every
     other value unchanged.
     """
     values = dataclasses.asdict(config)
@@ -259,7 +267,11 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turns one of `COMPOSITION_ERRORS` into a typed one, by its class, or else by its text."""
+    """Turns one of `COMPOSITION_ERRORS` into a `ConfigError` that names the key or the group.
+
+    Both come from the error's class and fields, or else from its text.
+    """
+    # Hydra wraps OmegaConf's errors, which name the key.
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error.missing_cfg_file, error.options or ())
@@ -277,13 +289,13 @@ def config_error(error: Exception) -> ConfigError:
             return _unknown_key(str(found.full_key or ""))
     several = re.match("Ambiguous value for argument '(.+)'", str(error))
     if several:
-        # `hydra_overrides` has added these.
-        given = several[1].replace("@_global_", "").lstrip("+")
-        key, _, value = given.partition("=")
+        # Shows the override as the user wrote it, before `hydra_overrides`.
+        override = several[1].replace("@_global_", "").lstrip("+")
+        key, _, value = override.partition("=")
         return ConfigError(
             f"{key} has several values",
             expected="one value, or --multirun for a run of each",
-            got=given,
+            got=override,
             remedy=f"add --multirun; or, as one text with a comma, quote it: '{key}=\"{value}\"'",
         )
     named = re.match(
@@ -294,7 +306,7 @@ def config_error(error: Exception) -> ConfigError:
     return ConfigError(
         "the configuration cannot be composed",
         expected=f"{CONFIG_NAME}.yaml with options of {', '.join(GROUPS)}",
-        # In one line: the first of Hydra's lines names the file, the next ones the key or place.
+        # Joins Hydra's lines: the first names the file, the next ones the key or line number.
         got=" ".join(str(error).split()),
         remedy="megatron-sparse train --help shows groups and options",
     )
@@ -313,7 +325,7 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
 
 
 def closest_key(key: str) -> str | None:
-    """The key, or the group, that the user most likely means by a name that is none.
+    """The key, or the group, that the user most likely means by an unknown name; None if unclear.
 
     Args:
         key: with or without a section; names of Megatron's flags count too.
@@ -326,14 +338,13 @@ def closest_key(key: str) -> str | None:
     last = key.rpartition(".")[2]
     # Reversed: where two sections have a key of one name, the first section's counts.
     by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    meant = by_last.get(last) or _OTHER_NAMES.get(last)
-    # Groups are no keys, but the misspelt word may be the name of one.
-    meant = meant or _closest(key, [*keys, *GROUPS])
-    return meant or by_last.get(_closest(last, list(by_last)) or "")
+    # The right key without its section or in another one; else a misspelt key or group.
+    meant = by_last.get(last) or _OTHER_NAMES.get(last) or _closest(key, [*keys, *GROUPS])
+    return meant or by_last.get(_closest(last, list(by_last)) or "")  # misspelt and no section
 
 
 def _unknown_key(key: str) -> ConfigError:
-    """The error for a key that no section has: lists the section's keys and names the nearest."""
+    """The error for a key that no section has: lists the section's keys, suggests the closest."""
     section = key.rpartition(".")[0]
     known_keys = described.every_key()
     inside = [known for known in known_keys if section and known.startswith(f"{section}.")]
@@ -349,10 +360,11 @@ def _unknown_key(key: str) -> ConfigError:
 
 
 def _wrong_type(error: ValidationError) -> ConfigError:
-    """The error for a value of another type."""
+    """The error for a value that does not have its key's type."""
     key = str(error.full_key or "")
     keys = described.every_key()
-    outer = re.sub(r"[.\[][^.\[]*$", "", key)  # of an item of a list or mapping
+    # For an item of a list or mapping, as `a.b[0]` or `a.b.c`, the type is declared for `a.b`.
+    outer = re.sub(r"[.\[][^.\[]*$", "", key)
     known = keys.get(key) or keys.get(outer)
     return ConfigError(
         f"{key or 'a section'} has the wrong type",

@@ -1,7 +1,7 @@
-"""Recognises that a run failed because its disk is full, and says so in one error.
+"""Recognises that a run failed because its disk is full, and raises a `StorageError` then.
 
-The error itself seldom does: on a full disk torch and Megatron report lost workers, damaged zip
-archives or JSON that ends early, and the rank may not be able to write its own report.
+The original error seldom says so: on a full disk torch and Megatron report lost workers, damaged
+zip archives or JSON that ends early, and a rank may not be able to write its report (`rank_log`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Raises an error of the block that comes from a full disk as a `StorageError`.
-
-    Args:
-        folder: of the run.
-    """
+    """Turns an untyped error of the block into a `StorageError` if the disk of `folder` is full."""
     try:
         yield
     except (MegatronSparseError, SystemExit, KeyboardInterrupt):
@@ -39,21 +35,21 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
-    """A typed error if `error` comes from a full disk, else None.
+    """The `StorageError` to raise if `error` comes from a full disk, else None.
 
     Args:
-        error: with its causes, and those of other ranks that torch has gathered in it.
-        folder: of the run; the disk named where `error` names no file.
+        error: its causes count too, and errors of other ranks that torch has gathered in it.
+        folder: of the run; its disk is named if `error` names no file.
     """
     for each in _causes(error):
         if isinstance(each, OSError) and each.errno in _CODES:
             return storage_error(each.filename or folder, each)
-    # Workers of Megatron's that write in parallel hand their error on as a text.
+    # Megatron's writer processes pass an error on as text, without its errno: try the disk.
     return probe(folder)
 
 
 def probe(folder: Path) -> StorageError | None:
-    """An error if the folder's disk does not take `PROBE_BYTES` more. Writes and removes a file."""
+    """Tries to write `PROBE_BYTES` into the folder: the `StorageError` if its disk is full."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(os.urandom(PROBE_BYTES))  # some file systems store zeros without space

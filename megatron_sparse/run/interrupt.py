@@ -1,8 +1,9 @@
-"""How ranks end with their launcher, and after an error that all of them have.
+"""How ranks end: with their launcher, after Ctrl-C, and after an error that occurs on all of them.
 
-Where the launcher is killed, the kernel kills its ranks. With `training.save_signal=SIGINT` Ctrl-C
-saves and ends: torch's agent hands the signal on to the ranks and waits for them. A second Ctrl-C
-kills the launcher, and so the ranks.
+The launcher is the process of `megatron-sparse train`. In it, torch's elastic agent starts the
+ranks of this machine. If the launcher is killed, the kernel kills its ranks. With
+`training.save_signal=SIGINT`, the agent passes the first Ctrl-C on to the ranks, which save a
+checkpoint and end. A second Ctrl-C kills the launcher, and with it the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_sparse.run.launchers import environment
 SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that torch's agent hands on to the ranks."""
+"""The signals that torch's agent passes on to the ranks."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
 STUCK_S = 4.0
@@ -45,24 +46,25 @@ _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 after_ctrl_c = threading.Event()
-"""Set where Ctrl-C has ended this process."""
+"""Set if Ctrl-C is the reason why this process ends."""
 
 
 @cache
 def end_quickly() -> None:
-    """From now on this process ends without the work of seconds that would help nobody. Idempotent.
+    """Registers an exit handler that lets this process end at once. Idempotent.
 
-    Python would look for cycles in all of torch and Megatron, on a loaded machine for a minute (it
-    does where Triton is loaded), and after Ctrl-C the destructors of torch's groups would wait for
-    operations that never end. Call it before torch is imported: what is registered first runs last.
+    Without it, Python's exit searches all objects of torch and Megatron for cycles, on a loaded
+    machine for a minute (it still does if Triton is loaded), and after Ctrl-C the destructors of
+    torch's groups wait for operations that never end. Call it before torch is imported: the handler
+    that is registered first runs last.
     """
     atexit.register(_end)
 
 
 def _end() -> None:
-    """Keeps the interpreter's end short; after Ctrl-C ends the process at once."""
-    # What is frozen is not searched for cycles. Triton must be: from 3.9 on its bindings list
-    # whatever of theirs is left at the end.
+    """The exit handler: spares Python's search for cycles; after Ctrl-C ends the process."""
+    # Frozen objects are not searched for cycles. With Triton the search is needed: from 3.9 on,
+    # its bindings print a list of their objects that are left at the end.
     if "triton._C.libtriton" not in sys.modules:
         gc.freeze()
     if after_ctrl_c.is_set():
@@ -72,10 +74,9 @@ def _end() -> None:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """Ends this process without destructors and without writing what streams still hold.
+    """Ends this process without destructors and without flushing its streams.
 
-    Ends the processes that it has started by `multiprocessing`, too: that of Megatron's checkpoints
-    would wait for ever.
+    Kills its `multiprocessing` children first: Megatron's checkpoint writer would wait for ever.
     """
     for child in multiprocessing.active_children():
         child.kill()
@@ -84,9 +85,9 @@ def end_at_once(code: int) -> NoReturn:
 
 @contextmanager
 def saving(enabled: bool) -> Iterator[None]:
-    """Handles SIGINT as the module says while torch's agent runs; does nothing if not `enabled`.
+    """While torch's agent runs in the block, the first Ctrl-C saves and the second one kills.
 
-    Main thread only. The first SIGINT raises the exception on which the agent hands the signal on.
+    Main thread only. Does nothing if not `enabled`.
     """
     if not enabled:
         yield
@@ -94,8 +95,8 @@ def saving(enabled: bool) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def first(number: int, frame: object) -> None:
-        """Lets the agent hand SIGINT on to the ranks, which save; the next one kills."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        """Raises the exception on which the agent passes SIGINT on to the ranks."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second one kills
         print(
             "Ctrl-C: the ranks finish the iteration and save a checkpoint; "
             "press it again to stop at once",
@@ -104,6 +105,7 @@ def saving(enabled: bool) -> Iterator[None]:
         )
         raise SignalException("Ctrl-C", sigval=signal.SIGINT)
 
+    # The agent must not replace the handler of SIGINT.
     with environment({_HANDLED: "SIGTERM,SIGHUP,SIGQUIT"}):
         before = signal.signal(signal.SIGINT, first)
         try:
@@ -114,10 +116,10 @@ def saving(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def reported_by_first_rank() -> Iterator[None]:
-    """Raises an error of the block, which every rank has, on the first rank of each node only.
+    """Lets only the first rank of each node raise an error that the block raises on every rank.
 
-    The others wait before they end with its exit code: torchrun kills all ranks after the first
-    that ends.
+    The other ranks exit `FIRST_S` later with the error's code: when a rank ends, torchrun kills all
+    others, and the first rank must have printed the error before.
     """
     try:
         yield
@@ -130,33 +132,34 @@ def reported_by_first_rank() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """From now on the kernel kills this process when the one that started it ends.
+    """Asks the kernel to kill this process when its parent process ends.
 
-    Else the ranks of a launcher that was killed would go on writing into the run's folder.
+    Otherwise the ranks of a killed launcher would go on writing into the run's folder.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and os.getppid() != int(launcher):  # it was gone before
+    if launcher is not None and os.getppid() != int(launcher):  # it ended before `prctl`
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def ending_where_stuck() -> Iterator[None]:
-    """In the block Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
+    """Ends this process `STUCK_S` after Ctrl-C if it is then still in the block.
 
-    Python raises KeyboardInterrupt only when the wait returns; if the other ranks have gone, it
-    never does. Main thread only. Does nothing while SIGINT has another handler, as Megatron's.
+    Python raises KeyboardInterrupt only when a wait of torch's returns, and the wait never returns
+    if the other ranks have ended. So a thread watches for SIGINT. It does nothing while SIGINT has
+    another handler, such as Megatron's. Main thread only.
     """
-    signals, written = socket.socketpair()  # Python writes the number of each signal
-    written.setblocking(False)
-    before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-    left = threading.Event()
+    signals, wakeup = socket.socketpair()  # Python writes the number of each signal to `wakeup`
+    wakeup.setblocking(False)
+    before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    block_left = threading.Event()
 
     def watch() -> None:
-        """Reads the signal numbers that Python's own handler writes, until the socket is closed."""
+        """Reads the signal numbers until `wakeup` is closed."""
         with signals:
             while received := signals.recv(1):
-                is_stuck = received[0] == signal.SIGINT and not left.wait(STUCK_S)
+                is_stuck = received[0] == signal.SIGINT and not block_left.wait(STUCK_S)
                 if is_stuck and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                     end_at_once(128 + signal.SIGINT)
 
@@ -164,6 +167,6 @@ def ending_where_stuck() -> Iterator[None]:
     try:
         yield
     finally:
-        left.set()
+        block_left.set()
         signal.set_wakeup_fd(before)
-        written.close()
+        wakeup.close()

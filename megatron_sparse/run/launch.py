@@ -33,14 +33,14 @@ MANY_FILES = 65536
 
 
 def run(config: RunConfig, command: str) -> int:
-    """Runs `config` from start to end, as launcher or as one rank.
+    """Trains the run, as its launcher or as one of its ranks.
 
     Args:
-        config: as composed.
-        command: the command line, kept in the run's `config.yaml`.
+        config: the run; values may still be `auto`.
+        command: the command line, which is written into the run's `config.yaml`.
 
     Returns:
-        The exit code: 0, that of the rank that failed first, or 128 plus a signal's number.
+        0, the exit code of the rank that failed first, or 128 plus the number of a signal.
 
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
@@ -54,12 +54,12 @@ def run(config: RunConfig, command: str) -> int:
 
 
 def raise_file_limit() -> None:
-    """Lets this process, and the ranks that it starts, open as many files as the system allows.
+    """Raises the limit of open files, which ranks inherit, to `MANY_FILES` or the system's limit.
 
-    It asks for `MANY_FILES` at most. A rank opens connections to all others.
+    A rank opens a connection to every other rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:  # which is -1, so no comparison may see it
+    if soft == resource.RLIM_INFINITY:  # it is -1, which would compare as the smallest limit
         return
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft < most:
@@ -75,17 +75,19 @@ def _launch(config: RunConfig, command: str) -> int:
             got=f"cluster.nodes={config.cluster.nodes} and no RANK in the environment",
             remedy="put srun before the command, or set cluster.nodes=1",
         )
-    with ExitStack() as held:  # holds the lock of the run's folder
-        begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
+    with ExitStack() as lock_stack:  # `begin` puts the lock of the run's folder on it
+        begun = preparation.begin(preparation.decide(config), command, lock_stack, in_rank=False)
         if begun is None:
             return 0
         config, run_dir = begun
-        of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
-        with launchers.environment(of_ranks):  # a multirun has several runs in one process
+        variables = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
+        # Restored afterwards: a sweep trains several runs in this process.
+        with launchers.environment(variables):
             code = _run_agent(config, run_dir)
-    # After an error only where something is saved, and not after one that the next start repeats.
-    repeats = code in (0, MegatronSparseError.exit_code)
-    if code > 128 or (not repeats and resume.newest(config, run_dir) is not None):
+    # Says how to resume: always after a signal; after a failure only if a checkpoint is saved, and
+    # not with the exit code of refused settings, which would be refused again.
+    may_succeed = code not in (0, MegatronSparseError.exit_code)
+    if code > 128 or (may_succeed and resume.newest(config, run_dir) is not None):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
 
@@ -109,12 +111,12 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         max_restarts=0,
         shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
-    # Drops the agent's own report of a failed rank, a page that names its own source lines.
+    # Drops the agent's log: a page about its own source lines for each failed rank.
     agent_log = logging.getLogger("torch.distributed.elastic")
     agent_log.propagate = False
     agent_log.addHandler(logging.NullHandler())
-    # The agent's own files are on the run's disk, too.
-    with _own_handlers(), naming_full_disk(run_dir):
+    # `naming_full_disk`: the agent writes its files to the run's disk, too.
+    with _signal_handlers_restored(), naming_full_disk(run_dir):
         logs.mkdir(exist_ok=True)
         try:
             with TemporaryDirectory(prefix="reports_", dir=logs) as folder, interrupt.saving(saves):
@@ -130,33 +132,33 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
 
 
 @contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Gives this process its handlers of signals back, which the agent replaces and leaves."""
+def _signal_handlers_restored() -> Iterator[None]:
+    """Restores this process's signal handlers after the block; torch's agent replaces them."""
     before = {number: signal.getsignal(number) for number in interrupt.ENDING}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: another library's, which Python cannot set
+            if handler is not None:  # None: installed by C code, so that Python cannot set it
                 signal.signal(number, handler)
 
 
 def _report(rank: int, failure: Any, run_dir: Path) -> int:
-    """Prints why the first rank failed; returns the exit code.
+    """Prints why a rank failed, and returns the exit code for the launcher.
 
     Args:
-        rank: that failed.
-        failure: torch's `ProcessFailure`; its exit code is negative where a signal killed the rank.
-        run_dir: with the rank's log.
+        rank: the rank that failed first.
+        failure: torch's `ProcessFailure`; its exit code is negative if a signal killed the rank.
+        run_dir: the run's folder, which has the rank's log.
     """
-    # A rank that a signal killed has written no report.
+    # A rank that a signal killed has written no report: the agent has a message instead.
     message, typed = read_report(failure.error_file_data) or (failure.message, False)
     if typed:
         print(f"error: {message}", file=sys.stderr)
         return failure.exitcode
     full = probe(run_dir)
     if full is not None:
-        # A rank cannot write its report on a full disk.
+        # The rank may have failed for that, and been unable to write a report.
         print(f"error: {full}", file=sys.stderr)
         return full.exit_code
     print(f"error: rank {rank} failed: {message}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""Reads a rank's place from Slurm's variables, and asks Slurm for hosts and for a requeue.
+"""Reads rank and world size from Slurm's variables; asks Slurm for host names and for a requeue.
 
-`slurm_ranks` turns those of an `srun` task into those that torch reads. Everything else comes from
-`scontrol`, which compute nodes have. `environment` sets variables for a while.
+`slurm_ranks` turns the variables of an `srun` task into the variables that torch reads. Host names
+and requeues come from `scontrol`, which compute nodes have. `environment` sets variables for the
+duration of a block.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch reads, for a task that `srun` started.
+    """RANK, WORLD_SIZE, ... as torch reads them, for a task that `srun` started.
 
-    Empty if torchrun has set them already, and outside an srun of several tasks. The script of a
-    batch job has SLURM_PROCID too, but SLURM_STEP_NUM_TASKS is 1 or missing there.
+    Empty if torchrun has set them already, or if this is no srun of several tasks. A batch job's
+    script has SLURM_PROCID too, but its SLURM_STEP_NUM_TASKS is 1 or missing.
 
     Raises:
         ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first.
@@ -36,6 +37,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment or not is_task:
         return {}
     address = environment.get("MASTER_ADDR")
+    # The same port on every rank, and another one for another job on the node.
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -50,7 +52,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
     """The first node of this task's step, where rank 0 is.
 
     Raises:
-        ConfigError: Slurm does not say.
+        ConfigError: Slurm does not name the nodes.
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
@@ -69,32 +71,32 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def requeue(environment: Mapping[str, str]) -> None:
-    """Asks Slurm to end this job and start it again, with the same number and script.
+    """Asks Slurm to end this job and start it again, with the same job number and script.
 
-    Call it on one rank, at its very end: Slurm kills the job's processes, and this one waits up to
-    `KILL_S` to be killed.
+    Call it on one rank, as its last action: Slurm then kills all processes of the job. This process
+    waits up to `KILL_S` for that.
 
     Raises:
         ConfigError: this is no Slurm job, or Slurm refuses.
     """
     job = environment.get("SLURM_JOB_ID")
     if job is not None and job == environment.get("SLURM_ARRAY_JOB_ID"):
-        # An array's last task has the array's number, which stands for all of its tasks.
+        # The last task of a job array has the array's number, which would requeue all its tasks.
         job = f"{job}_{environment['SLURM_ARRAY_TASK_ID']}"
     try:
         if job is None:
             raise FileNotFoundError("no SLURM_JOB_ID in the environment")
         _scontrol("requeue", job)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
+        output = getattr(error, "stderr", None)
         raise ConfigError(
             "the job cannot be requeued",
             expected="a batch job of Slurm that was submitted with --requeue",
-            got=(said or str(error)).strip(),
+            got=(output or str(error)).strip(),
             remedy="submit it again with resume=auto: the checkpoint is saved; or leave out "
             "cluster.requeue",
         ) from None
-    # If this rank ended first, its starter (submitit) would take that for the end of the run.
+    # Wait to be killed: submitit, if it started this process, takes its exit for the run's end.
     time.sleep(KILL_S)
 
 
@@ -112,7 +114,7 @@ def _scontrol(*arguments: str) -> str:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for this process and its children; then the whole environment is as before."""
+    """Sets variables in the block, also for child processes; then restores the environment."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

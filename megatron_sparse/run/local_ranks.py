@@ -36,17 +36,17 @@ def started_ranks() -> int | None:
 def check_place(
     *, netbed: bool, virtual: bool, mbit: int | None, ranks: int | None, started: int | None
 ) -> None:
-    """Refuses flags that say two things about where to run.
+    """Refuses flags that contradict each other about where ranks run.
 
     Args:
         netbed: run on the test bed.
         virtual: run on virtual ranks in this process.
         mbit: the rate of the test bed's links.
-        ranks: that the user asks for; None asks for no number.
-        started: that a launcher has started, see `started_ranks`.
+        ranks: the number that the user asks for; None: any.
+        started: the number that a launcher has started, see `started_ranks`; None: no launcher.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: the flags contradict each other.
     """
     fits_netbed = mbit is not None and not (virtual or started)
     if netbed and not fits_netbed:
@@ -54,7 +54,7 @@ def check_place(
             "--netbed does not fit the rest",
             expected="--netbed --mbit R, without --virtual, not started by torchrun or the like",
             got="no --mbit" if mbit is None else "--virtual" if virtual else "RANK is set",
-            remedy="leave one of them out, or give the links' rate",
+            remedy="leave out one of the two, or give the links' rate with --mbit",
         )
     if started and not virtual and ranks not in (None, started):
         raise ConfigError(
@@ -72,13 +72,13 @@ def run_netbed(
 
     Args:
         command: program and arguments.
-        ranks: how many.
-        links: between hosts or sites.
-        nodes: hosts.
-        log: where its output goes instead of to the terminal.
+        ranks: number of ranks.
+        links: the links between hosts or sites.
+        nodes: number of hosts.
+        log: receives the command's output; None: the terminal does.
 
     Raises:
-        ConfigError: there is no test bed here.
+        ConfigError: there is no test bed, because the package is not in a checkout.
     """
     if not NETBED.is_file():
         raise ConfigError(
@@ -89,7 +89,7 @@ def run_netbed(
         )
     options = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms}
     options |= {"sites": links.sites, "nodes": nodes}
-    # Its own timeout would cut a long sweep short; a rank that hangs is the sweep's --timeout.
+    # The script's timeout, a year here, would end a long sweep; a sweep has its own --timeout.
     options["timeout"] = 365 * 24 * 3600
     flags: list[str] = []
     for name, value in options.items():
@@ -98,11 +98,9 @@ def run_netbed(
 
 
 def run(command: Sequence[str], log: IO[str] | None = None) -> int:
-    """Runs a command that finds this package; returns its exit code. Ctrl-C ends both.
+    """Runs a command that can import this package; returns its exit code. Ctrl-C ends both.
 
-    Args:
-        command: program and arguments.
-        log: where its output goes instead of to the terminal.
+    `log` receives the command's output; None: the terminal does.
     """
     return subprocess.run(
         command, env=_environment(), stdout=log, stderr=log, check=False
@@ -112,18 +110,14 @@ def run(command: Sequence[str], log: IO[str] | None = None) -> int:
 def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None) -> int:
     """Runs a command as every rank, over loopback; returns the first exit code that is not 0.
 
-    When a rank has failed the others get `GRACE_S` and are killed. Ctrl-C ends all of them.
-
-    Args:
-        command: program and arguments.
-        ranks: how many.
-        log: where their output goes instead of to the terminal.
+    When a rank has failed, the other ranks are killed after `GRACE_S`. Ctrl-C ends all ranks. `log`
+    receives the ranks' output; None: the terminal does.
 
     Raises:
         CommunicationError: a signal killed a rank.
     """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))  # the system chooses a free port
         port = probe.getsockname()[1]
     variables = _environment() | {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -134,8 +128,8 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
     }
     processes = []
     for rank in map(str, range(ranks)):
-        of_rank = variables | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(subprocess.Popen(command, env=of_rank, stdout=log, stderr=log))
+        rank_variables = variables | {"RANK": rank, "LOCAL_RANK": rank}
+        processes.append(subprocess.Popen(command, env=rank_variables, stdout=log, stderr=log))
     try:
         return _wait(processes)
     finally:
@@ -145,9 +139,9 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
 
 
 def package_path() -> dict[str, str]:
-    """PYTHONPATH with which other processes import the same package as this one.
+    """The variable PYTHONPATH with which child processes import the package of this checkout.
 
-    Empty if the package is installed.
+    Empty if the package is installed: it is found without.
     """
     if not (CHECKOUT / "pyproject.toml").is_file():
         return {}
@@ -160,7 +154,7 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Returns the first exit code that is not 0; the other ranks get `GRACE_S` after it.
+    """Waits for all ranks, but at most `GRACE_S` after a failure; returns the first failure's code.
 
     Raises:
         CommunicationError: a signal killed a rank, whose exit code is then negative.

@@ -31,8 +31,8 @@ CONFIG_FILE = "config.yaml"
 def decide(config: RunConfig) -> RunConfig:
     """Replaces `auto` in `cluster.device` and `training.precision` by this machine's values.
 
-    Also replaces `auto` in `compression.value_bits` and `scheme.sum_bits`, by a number or null.
-    `with_schedule` decides the schedule, which depends on the checkpoint that a run goes on from.
+    Also replaces `auto` in `compression.value_bits` and `scheme.sum_bits`, by a number or null. The
+    schedule depends on the checkpoint that a run resumes from: `with_schedule` decides it.
 
     Raises:
         ConfigError: the run needs more GPUs than this machine has.
@@ -55,9 +55,9 @@ def decide(config: RunConfig) -> RunConfig:
     if not config.plugin:
         return config
     sparse = config.sparse
-    given = config.compression  # its schedule stays, null included
+    configured = config.compression  # its null in the schedule stays, for `with_schedule`
     compression = dataclasses.replace(
-        sparse.compression, warmup_iters=given.warmup_iters, ramp_iters=given.ramp_iters
+        sparse.compression, warmup_iters=configured.warmup_iters, ramp_iters=configured.ramp_iters
     )
     return dataclasses.replace(config, compression=compression, scheme=sparse.scheme)
 
@@ -72,21 +72,22 @@ def with_precision(config: RunConfig) -> RunConfig:
 
 
 def begin(
-    config: RunConfig, command: str, held: ExitStack, *, in_rank: bool
+    config: RunConfig, command: str, lock_stack: ExitStack, *, in_rank: bool
 ) -> tuple[RunConfig, Path] | None:
     """Checks a run, makes its folder, and prints where it starts.
 
     Args:
         config: the run, with device and precision decided.
         command: the command line.
-        held: gets the folder's lock.
-        in_rank: see `check_start`; the launcher also asks Megatron about the `megatron:` section.
+        lock_stack: receives the lock of the run's folder; closing the stack releases the lock.
+        in_rank: whether this process is a rank. Only a launcher lets Megatron check the `megatron:`
+            section, because that imports Megatron.
 
     Returns:
-        The run with its schedule, and its folder; None: nothing is left to do.
+        The run with its schedule, and its folder; None if the checkpoint is the run's last one.
 
     Raises:
-        MegatronSparseError: as of `preflight`, `check_start` and `make_run_dir`.
+        MegatronSparseError: see `preflight`, `check_start` and `make_run_dir`.
     """
     vocab_size = preflight(config, in_launcher=not in_rank)
     start = check_start(config, vocab_size, in_rank=in_rank)
@@ -94,7 +95,7 @@ def begin(
         print(resumed(config, start), flush=True)
         return None
     config = with_schedule(config, start)
-    run_dir = make_run_dir(config, command, start, held)
+    run_dir = make_run_dir(config, command, start, lock_stack)
     print(describe(config, run_dir, start), flush=True)
     return config, run_dir
 
@@ -102,17 +103,15 @@ def begin(
 def with_schedule(config: RunConfig, start: Start) -> RunConfig:
     """Replaces null in `compression.warmup_iters` and `compression.ramp_iters` by numbers.
 
-    A run that goes on keeps those of its folder's `config.yaml`, whatever length it has now:
+    A resumed run takes the numbers from its folder's `config.yaml`, even if its length has changed:
     another ramp would make the density jump.
-
-    Args:
-        config: the run.
-        start: from `check_start`.
     """
-    earlier = composition.saved_schedule(run_folder(config) / CONFIG_FILE) if start.own else {}
-    given = config.compression
-    missing = {key: value for key, value in earlier.items() if getattr(given, key) is None}
-    compression = dataclasses.replace(given, **missing).in_run_of(config.training.iterations)
+    saved = composition.saved_schedule(run_folder(config) / CONFIG_FILE) if start.own else {}
+    compression = config.compression
+    resumed_keys = {key: value for key, value in saved.items() if getattr(compression, key) is None}
+    compression = dataclasses.replace(compression, **resumed_keys)
+    # Keys that are still null get the default for a run of this length.
+    compression = compression.in_run_of(config.training.iterations)
     return dataclasses.replace(config, compression=compression)
 
 
@@ -121,23 +120,23 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
 
     Args:
         config: the run; device and precision are decided.
-        in_launcher: also asks Megatron about the `megatron:` section, which imports it.
+        in_launcher: also lets Megatron check the `megatron:` section, which imports Megatron.
 
     Raises:
-        ConfigError: the data and the model do not fit, settings of the plugin do not, a file of the
-            planner cannot be read, or a flag of Megatron is set that a key of ours owns.
+        ConfigError: the model does not fit the data, settings of the plugin contradict each other,
+            a file of the planner cannot be read, or `megatron:` sets a flag that another key sets.
         DependencyError: a package that the ranks need is missing.
         DatasetError: the corpus is missing or damaged.
     """
     from megatron_sparse.megatron import training
     from megatron_sparse.transport import nccl_communicator
 
-    asks = in_launcher and bool(config.megatron)
-    if not asks:
+    asks_megatron = in_launcher and bool(config.megatron)
+    if not asks_megatron:
         raise_together(section.TITLE, section.quick_errors(config))
     _check_packages(config)
     if config.plugin:
-        # Reads the planner's files, and checks what must hold between the sections.
+        # Made only for its errors: it reads the planner's files, and checks settings together.
         planner_of(with_swept_thresholds(config.sparse), logs=False)
         if config.cluster.device == "cpu" and config.scheme.nccl_engine:
             raise nccl_communicator.refusal("cluster.device=cpu")
@@ -147,13 +146,13 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
             saves=bool(config.training.save_interval or config.training.save_signal),
         )
     vocab_size, data_prefix = training.find_data(config)
-    if asks:
+    if asks_megatron:
         section.check(config, vocab_size, data_prefix, rank_environment(config))
     return vocab_size
 
 
 def _check_packages(config: RunConfig) -> None:
-    """Refuses a run for whose ranks an optional package is missing."""
+    """Raises a `DependencyError` if an optional package that the run's settings need is missing."""
     require("megatron.training", "trains the model", "train")
     if config.tracking.tensorboard:
         require("tensorboard", "draws the scalars", "train", "set tracking.tensorboard=false")
@@ -162,9 +161,9 @@ def _check_packages(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
-    """Finds the checkpoint that the run starts from, and compares it with the configuration.
+    """Finds the checkpoint that the run starts from, and checks that it fits the configuration.
 
-    Imports megatron where there is a checkpoint.
+    Imports megatron if there is a checkpoint.
 
     Args:
         config: the run.
@@ -181,32 +180,33 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     if not start.own:
         arguments.check_load(config)
     path = start.checkpoint
+    # A checkpoint in Megatron's release format has no settings to compare with.
     if path is None or path.name == checkpoint_folder.RELEASE or start.is_done(config):
         return start
     training.silence_known_noise()
     if in_rank:
         training.prepare_host(config.cluster.device)
-    passed = arguments.passed_flags(config, own=start.own)
-    checkpoint_fit.check(dataclasses.replace(config, megatron=passed), vocab_size, path)
+    flags = arguments.passed_flags(config, own=start.own)
+    checkpoint_fit.check(dataclasses.replace(config, megatron=flags), vocab_size, path)
     return start
 
 
 def make_run_dir(
-    config: RunConfig, command: str, start: Start | None = None, held: ExitStack | None = None
+    config: RunConfig, command: str, start: Start | None = None, lock_stack: ExitStack | None = None
 ) -> Path:
-    """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
+    """Makes the run's folder, or takes that of the resumed run; writes `config.yaml` and the start.
 
-    Nothing is changed where another process still trains in the folder (`run_lock`).
+    Changes nothing while another process trains in the folder, which then has a lock (`run_lock`).
 
     Args:
         config: the run.
         command: the command line.
-        start: from `resume.find`; None looks for the checkpoint here.
-        held: gets the folder's lock, which is released with it; None releases it on return.
+        start: from `resume.find`; None: `find` is called here.
+        lock_stack: receives the folder's lock, and releases it when closed; None: the lock is
+            released on return.
 
     Returns:
-        The folder, absolute. An earlier run of this name is continued in it, or was moved to
-        `NAME.1`, ...
+        The folder, absolute. The folder of an earlier run that is not resumed is now `NAME.1`, ...
 
     Raises:
         CheckpointError: the checkpoint of `training.load` is not complete.
@@ -216,22 +216,21 @@ def make_run_dir(
     start = find(config) if start is None else start
     run_dir = run_folder(config)
     try:
-        with ExitStack() as own:
+        with ExitStack() as locks:
             if not start.own:
                 _check_is_run(run_dir)
                 run_dir.mkdir(parents=True, exist_ok=True)
-            # Before anything is moved: the folder may be that of a run which starts just now.
-            own.enter_context(locked(run_dir))
-            start.repair()  # makes each tracker name the checkpoint that was chosen
-            # An earlier run that is not continued takes its lock along, so the new folder needs
-            # a lock of its own.
+            # Before anything is moved: another process may be starting a run in this folder.
+            locks.enter_context(locked(run_dir))
+            start.repair()
+            # The lock file moves with an earlier run's folder, so the new folder gets another lock.
             if not start.own and _move_aside(run_dir):
                 run_dir.mkdir(exist_ok=True)
-                own.enter_context(locked(run_dir))
+                locks.enter_context(locked(run_dir))
             composition.save(config, run_dir / CONFIG_FILE, command)
             provenance.record_start(run_dir, command)
-            if held is not None:
-                held.enter_context(own.pop_all())
+            if lock_stack is not None:
+                lock_stack.enter_context(locks.pop_all())  # the caller's stack now keeps the locks
     except OSError as error:
         raise ConfigError(
             "the run's folder cannot be made",
@@ -243,7 +242,7 @@ def make_run_dir(
 
 
 def _check_is_run(run_dir: Path) -> None:
-    """Refuses a path that exists, unless it is a run's folder, or one with at most a lock file."""
+    """Refuses a path that is a file, or a folder with other contents than a run's or a lock's."""
     if not run_dir.exists() or _is_run(run_dir):
         return
     if not run_dir.is_dir() or any(path.name != LOCK_FILE for path in run_dir.iterdir()):
@@ -261,7 +260,7 @@ def _is_run(run_dir: Path) -> bool:
 
 
 def _move_aside(run_dir: Path) -> bool:
-    """Renames the folder of an earlier run; returns whether there was one."""
+    """Renames an earlier run's folder to `NAME.1`, ...; returns whether there was such a folder."""
     if not _is_run(run_dir):
         return False
     number = 1
@@ -273,24 +272,24 @@ def _move_aside(run_dir: Path) -> bool:
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:
-    """The variables that each rank needs; `cluster.device` must be decided.
+    """The environment variables that each rank needs; `cluster.device` must be decided.
 
     Variables that the user has set keep their values, except the two that a CPU run overrides, and
-    `OMP_NUM_THREADS=1` under torchrun, which cannot be told from torchrun's own.
+    `OMP_NUM_THREADS=1` under torchrun, which sets the same value if the user has set none.
     """
     found = {"OMP_NUM_THREADS": "1"}
     if (
         config.training.tensor_parallel > 1
         or (config.megatron.get("context_parallel_size") or 1) > 1
     ):
-        # Megatron requires it there on devices before Blackwell: launches keep their order.
-        # Elsewhere one queue would make a bucket's kernels wait for the backward pass.
+        # Megatron requires it with these two on devices before Blackwell: kernels run in the order
+        # of their launches. Without them it would make buckets wait for the backward pass.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     found |= config.cluster.env
-    given = dict(os.environ)
-    if "TORCHELASTIC_RUN_ID" in given and given.get("OMP_NUM_THREADS") == "1":
-        del given["OMP_NUM_THREADS"]  # torchrun sets it where the user has not
-    found |= {name: given[name] for name in found if name in given}
+    user_set = dict(os.environ)
+    if "TORCHELASTIC_RUN_ID" in user_set and user_set.get("OMP_NUM_THREADS") == "1":
+        del user_set["OMP_NUM_THREADS"]  # most likely torchrun's, so `cluster.env` counts
+    found |= {name: user_set[name] for name in found if name in user_set}
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
         found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
@@ -298,7 +297,7 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _compiles_first(config: RunConfig) -> str:
-    """What the ranks compile before their first iteration, in words; empty if nothing."""
+    """A sentence about what the ranks compile before their first iteration; empty if nothing."""
     from megatron_sparse.cuda_ext import compiles_first
 
     if not (config.plugin and config.compression.enabled):
@@ -308,21 +307,21 @@ def _compiles_first(config: RunConfig) -> str:
 
 
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
-    """The run in words: three lines, and one each for what chooses, compilation and checkpoint.
+    """The lines that a run prints at its start: ranks, length, gradients, and the run's folder.
 
-    Megatron prints the number of parameters later.
+    If they apply, also lines on how `scheme.name=auto` chooses, on compilation, and on `start`.
     """
     from megatron_sparse.collectives import AUTO
 
     training, cluster = config.training, config.cluster
     backend = "NCCL" if cluster.device == "cuda" else "gloo"
-    chooses = config.plugin and config.scheme.name == AUTO
+    is_auto = config.plugin and config.scheme.name == AUTO
     lines = (
         f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
         f"{training.precision}",
         f"{training.iterations} iterations of {config.global_batch_size} x "
-        f"{config.model.seq_length} tokens, {_way(config)}",
-        basis(config.sparse) if chooses else "",
+        f"{config.model.seq_length} tokens, {_synchronisation(config)}",
+        basis(config.sparse) if is_auto else "",
         _compiles_first(config),
         str(run_dir),
         resumed(config, start) if start is not None else "",
@@ -330,8 +329,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     return "\n  ".join(line for line in lines if line)
 
 
-def _way(config: RunConfig) -> str:
-    """How gradients are synchronised, in words."""
+def _synchronisation(config: RunConfig) -> str:
+    """How gradients are synchronised: the end of a line of `describe`."""
     from megatron_sparse.collectives import SCHEMES
 
     compression, scheme = config.compression, config.scheme.name
@@ -339,7 +338,7 @@ def _way(config: RunConfig) -> str:
         return "plain Megatron, without the plugin"
     if not compression.enabled:
         return "compression off"
-    # Every element travels, so there is no density to name; `auto` is no scheme yet.
+    # Such a scheme sends every element, so there is no density. `auto` is not in `SCHEMES`.
     if scheme in SCHEMES and SCHEMES[scheme].takes_all:
         return f"scheme {scheme}"
     if compression.level == NODE and config.cluster.nodes == 1:
@@ -347,8 +346,8 @@ def _way(config: RunConfig) -> str:
     if compression.density == "auto":
         budget = compression.loss_budget
         return f"preset of {', '.join(allowed(budget))} by trials (loss_budget {budget:g} %)"
-    decided = config.sparse.compression
-    first, bits = decided.warmup + decided.ramp + 1, decided.given_value_bits
+    resolved = config.sparse.compression  # without `auto` and null
+    first, bits = resolved.warmup + resolved.ramp + 1, resolved.given_value_bits
     return (
         f"scheme {scheme}, density {compression.given_density:.4g}"
         + ("" if bits is None else f" in {bits} bits")

@@ -26,14 +26,10 @@ GIT_S = 20
 
 
 def record_start(run_dir: Path, command: str) -> None:
-    """Appends a line to `starts.jsonl`; of the environment what is on the allow-list.
-
-    Args:
-        run_dir: the run's folder, which exists.
-        command: the command line.
+    """Appends a line to `starts.jsonl`, with the variables that are on the allow-list.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or there is no folder `run_dir`.
     """
     checkout = Path(__file__).resolve().parents[2]
     line = {
@@ -52,10 +48,10 @@ def record_start(run_dir: Path, command: str) -> None:
 
 def commit(checkout: Path) -> str | None:
     """The commit of a checkout, with `-dirty` if files are not as committed; None without git."""
-    # Otherwise git may write to the index while another process uses it.
+    # Without the option, `git status` may write to the index while another process uses it.
     git = ["git", "--no-optional-locks", "-C", str(checkout)]
     try:
-        # A checkout inside another repository is not that repository's commit.
+        # An installed package may lie inside another project's repository.
         if Path(_output([*git, "rev-parse", "--show-toplevel"])) != checkout:
             return None
         changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])

@@ -1,7 +1,7 @@
 """`python -m megatron_sparse.run.rank runs/NAME/config.yaml`: the process of one rank.
 
-The launcher starts it. Importing the rest takes seconds, in which Ctrl-C must not leave a
-traceback, nor a launcher that is killed its ranks. So this module imports little.
+The launcher starts it. Importing torch and Megatron takes seconds. This module imports neither, so
+that before it does, Ctrl-C ends the rank without a traceback, and a killed launcher ends its ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_sparse.run.rank_log import rank_log
 
 def main() -> None:
     """Runs the rank, and exits with its code."""
+    # Until `worker.main` has imported torch, Ctrl-C ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
     end_quickly()
@@ -30,7 +31,7 @@ def main() -> None:
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException:  # torch's CheckpointException is no Exception
-            # Here, where it goes to the log alone; the launcher shows the log's end.
+            # Printed inside `rank_log`, so only into the log, whose end the launcher prints.
             traceback.print_exc()
             code = 1
     sys.exit(code)

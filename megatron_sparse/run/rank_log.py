@@ -1,7 +1,7 @@
-"""What a rank leaves: its log, RUN/logs/rankR.log, and its report if it fails.
+"""The files of a rank: its log, RUN/logs/rankR.log, and its report, which says why it failed.
 
-The log's redirection is below Python, on the file descriptors, so that the log has the last words
-of C++ libraries after a crash. Torch's elastic agent hands the report to the launcher.
+File descriptors are redirected into the log, not Python's streams, so that the log also has what
+C++ libraries print before a crash. Torch's elastic agent passes the report to the launcher.
 """
 
 from __future__ import annotations
@@ -35,15 +35,10 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 @contextmanager
 def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
-    """Sends this process's stdout and stderr to the rank's log, and appends to it.
+    """In the block, appends this process's stdout and stderr to the rank's log.
 
-    The last rank, on which Megatron prints, also keeps its stdout. Afterwards both streams are
-    restored. An untyped error leaves its traceback in the log.
-
-    Args:
-        run_dir: the run's folder, which exists.
-        rank: of this process.
-        world_size: ranks.
+    The last rank, on which Megatron prints, also prints them to stdout. Both streams are restored
+    afterwards. An untyped error leaves its traceback in the log. `run_dir` must exist.
     """
     path = log_path(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
@@ -52,8 +47,8 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
         with _redirected(log):
             yield
     else:
-        # In a session of its own: a signal to the job's processes would end tee, and the rank's
-        # next line would then kill the rank.
+        # In another session, out of reach of signals to the job: if one ended tee, writing the next
+        # line would kill the rank with SIGPIPE.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -66,7 +61,7 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
             try:
                 tee.wait(TEE_S)
             except subprocess.TimeoutExpired:
-                # A process that the rank left behind holds the pipe open.
+                # A child process of the rank still has the pipe open, so tee reads on.
                 tee.terminate()
 
 
@@ -89,15 +84,15 @@ def _redirected(target: int) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, kept in before.items():
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, copy in before.items():
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def write_report(message: str, *, typed: bool) -> None:
-    """Writes the agent's error file, in its format, complete or not at all.
+    """Writes the error file of torch's agent, in the agent's format, complete or not at all.
 
-    Prints the message where there is no agent, and where the file cannot be written.
+    Prints the message instead if there is no agent, or if the file cannot be written.
 
     Args:
         message: why this rank failed; secrets in it are hidden.
@@ -114,16 +109,15 @@ def write_report(message: str, *, typed: bool) -> None:
     part = Path(f"{path}.part")
     try:
         part.write_text(json.dumps(report), "utf-8")
-        # The agent would fail over a report that is cut off.
-        os.replace(part, path)
+        os.replace(part, path)  # at once: the agent raises on an incomplete file
     except OSError as error:
         part.unlink(missing_ok=True)
         print(f"error: {message}\n(no report: {error})", file=sys.stderr)
 
 
 def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The message and `typed` that `write_report` was given; None if the agent wrote the report.
+    """The arguments (message, typed) of `write_report`; None if the agent wrote the report.
 
-    The agent writes it when a rank ended before it could write one.
+    The agent writes a report if a rank ended without one.
     """
     return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None

@@ -1,7 +1,9 @@
-"""Where a run starts, and with which command it goes on after its end.
+"""The checkpoint that a run starts from, and the command that resumes a run which has stopped.
 
-`find` looks for the checkpoint before anything is written; `describe` says it in a line, `go_on`
-tells after a run has stopped what is saved and how to continue.
+`find` chooses the checkpoint without writing; `describe` prints the choice in a line; `go_on` says
+after a stop which checkpoint is saved. A folder of checkpoints has a tracker, Megatron's file with
+the iteration of the checkpoint to load. Megatron may also save temporary checkpoints, in another
+folder with its own tracker (`checkpoint_folder.with_temporary`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """The iteration and the checkpoint that a run starts from; the defaults: from scratch.
 
     Attributes:
-        iteration: that the checkpoint has done; 0 from scratch.
-        checkpoint: its folder; None from scratch.
-        own: whether it is the run's own, rather than that of `training.load`.
-        repairs: iteration to write into the tracker of each of these folders.
-        warnings: a line for each checkpoint that is passed over.
+        iteration: number of iterations done before the start.
+        checkpoint: folder of the checkpoint; None from scratch.
+        own: whether the run itself saved it (the run is resumed), not the run of `training.load`.
+        repairs: folder of checkpoints -> iteration to write into its tracker.
+        warnings: a line for each checkpoint that is damaged and not taken.
     """
 
     iteration: int = 0
@@ -40,7 +42,7 @@ class Start:
         return self.own and self.iteration >= config.training.iterations
 
     def repair(self) -> None:
-        """Makes each tracker name the checkpoint that was chosen; prints why.
+        """Prints the warnings, and writes `repairs` into the trackers: Megatron loads by them.
 
         Raises:
             OSError: a tracker cannot be written.
@@ -57,12 +59,14 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def find(config: RunConfig) -> Start:
-    """The checkpoint that the run starts from. Writes nothing.
+    """Chooses the run's own newest checkpoint, else that of `training.load`, else none.
+
+    Writes nothing.
 
     Raises:
-        CheckpointError: that of `training.load`, or of `megatron.ckpt_step`, is not complete.
+        CheckpointError: the one of `training.load`, or of `megatron.ckpt_step`, is not complete.
         ConfigError: `resume=must`, and the run has no complete checkpoint; or `training.load` is in
-            the run's own folder, and the run does not go on from it.
+            the run's own folder, which is renamed unless the run is resumed.
     """
     own = run_folder(config) / arguments.CHECKPOINTS
     warnings: tuple[str, ...] = ()
@@ -93,23 +97,23 @@ def find(config: RunConfig) -> Start:
 
 
 def _find_own(config: RunConfig, own: Path) -> Start:
-    """The start from the newest complete checkpoint below `own`, or from that of `ckpt_step`.
+    """The start from the newest complete checkpoint of the run, or from iteration `ckpt_step`.
 
-    Its `checkpoint` is None if none is complete.
+    Its `checkpoint` is None if no checkpoint is complete. `own` is the run's checkpoint folder.
     """
     step = config.megatron.get("ckpt_step")
     if step and arguments.has_checkpoint(config, own):
         return Start(int(step), _of_step(own, int(step)), own=True)
     best, repairs, warnings = Start(), {}, []
     for folder in checkpoint_folder.with_temporary(own, config.megatron):
-        # A run that was killed in its first save may leave a checkpoint, complete or not, that no
-        # tracker names yet.
+        # Without a tracker: a run that was killed in its first save leaves a checkpoint there.
         if not (folder / TRACKER).is_file() and not checkpoint_folder.saved_iterations(folder):
             continue
         choice = checkpoint_folder.choose(folder)
         if choice.damage:
-            end = "there is no other" if choice.iteration is None else f"taken: {choice.iteration}"
-            warnings.append(f"{folder}: {choice.damage}; {end}")
+            taken = choice.iteration
+            outcome = "there is no other" if taken is None else f"taken: {taken}"
+            warnings.append(f"{folder}: {choice.damage}; {outcome}")
         if choice.iteration is None:
             continue
         if choice.damage:
@@ -120,13 +124,16 @@ def _find_own(config: RunConfig, own: Path) -> Start:
 
 
 def _find_loaded(config: RunConfig, folder: Path) -> Start:
-    """The start from a checkpoint in the folder of `training.load`."""
-    starts_anew = bool(config.megatron.get("finetune"))
+    """The start from a checkpoint in the folder of `training.load`.
+
+    With Megatron's `finetune` it counts iterations from 0.
+    """
+    counts_anew = bool(config.megatron.get("finetune"))
     step = config.megatron.get("ckpt_step")
     if step:
-        return Start(0 if starts_anew else int(step), _of_step(folder, int(step)))
+        return Start(0 if counts_anew else int(step), _of_step(folder, int(step)))
     if not (folder / TRACKER).is_file():
-        return Start()  # a temporary checkpoint in a folder of its own
+        return Start()  # Megatron finds a temporary checkpoint itself; see `check_load`
     if checkpoint_folder.is_release(folder):
         return Start(0, folder / checkpoint_folder.RELEASE)
     choice = checkpoint_folder.choose(folder)
@@ -141,11 +148,11 @@ def _find_loaded(config: RunConfig, folder: Path) -> Start:
             remedy=remedy,
         )
     assert choice.iteration is not None
-    return Start(0 if starts_anew else choice.iteration, checkpoint(folder, choice.iteration))
+    return Start(0 if counts_anew else choice.iteration, checkpoint(folder, choice.iteration))
 
 
 def _of_step(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of one iteration; raises where it is not complete."""
+    """The folder of the checkpoint of iteration `step`; raises a `CheckpointError` if damaged."""
     path = checkpoint(folder, step)
     problem = checkpoint_folder.damage(path)
     if problem is not None:
@@ -159,7 +166,7 @@ def _of_step(folder: Path, step: int) -> Path:
 
 
 def describe(config: RunConfig, start: Start) -> str:
-    """A line about the start; empty from scratch."""
+    """A line about the checkpoint that the run starts from; empty from scratch."""
     if start.checkpoint is None:
         return ""
     total = config.training.iterations
@@ -197,12 +204,9 @@ def _key(word: str) -> str:
 
 
 def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
-    """What is saved of a run that stopped, and the command that goes on.
+    """Says which checkpoint is saved of a run that stopped, and which command resumes the run.
 
-    Args:
-        config: the run.
-        run_dir: its folder.
-        command: that started it.
+    `command` is the one that started the run.
     """
     done = newest(config, run_dir)
     if done is None:
@@ -214,7 +218,7 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     if done >= total:
         return f"the last checkpoint has iteration {done} of {total}: nothing is left to do"
     words = [word for word in shlex.split(command) if _key(word) not in _OF_THE_START]
-    # Of a sweep, some runs may not have begun.
+    # Some runs of a sweep may not have begun; `resume=must` would refuse them.
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
     again = redact_command(shlex.join([*words, f"resume={'auto' if is_sweep else 'must'}"]))
     return f"the last checkpoint has iteration {done} of {total}; to go on:\n  {again}"

@@ -1,6 +1,6 @@
-"""Rows of measurements: a line of a table and a JSON object each.
+"""Rows of measurements, which are printed as lines of a table and written as JSON objects.
 
-A row is declared once: each field carries its meaning and its column of the table.
+A row's class (`CellRow`) declares each field once, by `cell`: its meaning, and its column.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Columns:
     """A table's columns, declared once: the header and every line follow from them.
 
     Args:
-        text: `attribute format title`, columns separated by `|`; a title that is left out is the
-            attribute. A format has a width, such as `>10.1f` or `<14`. `a/b` in place of an
-            attribute is a ratio of two, or of one and a number.
+        text: `attribute format title`, columns separated by `|`. Without a title, the attribute is
+            the title. A format has a width, such as `>10.1f` or `<14`. In place of an attribute,
+            `a/b` is the ratio of two attributes, or of an attribute and a number.
 
     Attributes:
-        header: the line above the table.
+        header: the line above the table; it begins with `#`.
 
     Example:
         >>> columns = Columns("bytes >8 size(B) | time_us >9.1f time(us)")
@@ -41,43 +41,42 @@ class Columns:
         titles = []
         for column in text.split("|"):
             attribute, spec, *title = column.split(maxsplit=2)
-            found = re.match(r"([<>])[+]?(\d+)", spec)
+            found = re.match(r"([<>])[+]?(\d+)", spec)  # + prints a number's sign
             assert found is not None, f"{spec} has no width"
             text_spec = found[1] + found[2]  # alignment and width, for a title or a `-`
             self._columns.append((attribute, spec, text_spec))
             titles.append(format((title or [attribute])[0].strip(), text_spec))
-        # A left-aligned first column stands behind the header's #.
-        self._begin = "  " if self._columns[0][2].startswith("<") else ""
-        # The # takes the place of the first blank.
-        self.header = "#" + (self._begin + " ".join(titles).rstrip())[1:]
+        # The header's # replaces the first blank: a left-aligned first title needs one before it.
+        self._indent = "  " if self._columns[0][2].startswith("<") else ""
+        self.header = "#" + (self._indent + " ".join(titles).rstrip())[1:]
 
     def line(self, row: object) -> str:
-        """A row's line; `-` for None."""
+        """The table's line for a row; a value of None is printed as `-`."""
         cells = []
         for attribute, spec, text_spec in self._columns:
             value = _value(row, attribute)
             cells.append(format("-", text_spec) if value is None else format(value, spec))
-        return self._begin + " ".join(cells).rstrip()
+        return self._indent + " ".join(cells).rstrip()
 
 
 def _value(row: object, expression: str) -> Any:
-    """A row's attribute, or the ratio `a/b`; None where a part is None or a divisor is 0."""
+    """A row's attribute, or the ratio `a/b`; None if one of the two is None or `b` is 0."""
     first, *divisors = expression.split("/")
     value = getattr(row, first)
-    for part in divisors:
-        divisor = float(part) if part[0].isdigit() else getattr(row, part)
+    for name in divisors:
+        divisor = float(name) if name[0].isdigit() else getattr(row, name)
         value = None if value is None or not divisor else value / divisor
     return value
 
 
 def cell(meaning: str, column: str = "", **default: Any) -> Any:
-    """A field of a `CellRow`.
+    """Declares a field of a `CellRow`.
 
     Args:
-        meaning: in words, for the reader of the class; `null` stands for None.
-        column: format and title, as in `Columns`; empty for a field that only JSON has. Columns
-            before or after it, such as ratios, are written with their attribute and a `|`.
-        default: `default`, as of `dataclasses.field`.
+        meaning: a sentence for the reader of the class; `null` stands for None.
+        column: the column's `format title`, see `Columns`; empty for a field that only JSON has.
+            Further columns, such as ratios, are separated by `|` and begin with an attribute.
+        default: `default`, for `dataclasses.field`.
 
     Example:
         >>> cell("of a call", ">9.1f time(us) | time_us/copy_us >6.2f ratio").metadata["meaning"]
@@ -97,7 +96,10 @@ class CellRow:
     COLUMNS: ClassVar[Columns]
 
     def __init_subclass__(cls) -> None:
-        """Makes `COLUMNS` from the cells that the subclass itself declares, if it has any."""
+        """Makes `COLUMNS` from the cells that the subclass itself declares, if it has any.
+
+        A cell's text that begins with a format lacks the attribute, which is the field's name.
+        """
         columns = []
         for name, cell in vars(cls).items():
             text = cell.metadata.get(_COLUMN, "") if isinstance(cell, Field) else ""
@@ -127,14 +129,14 @@ class CellRow:
 
 
 def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> list[Row]:
-    """Prints rows as they come and writes one JSON object a line; returns them.
+    """Prints each row and appends it to a JSON lines file as soon as it is measured; returns all.
 
-    A sweep that is stopped keeps its rows.
+    So a sweep that is stopped leaves the rows that it has measured.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_rows(json_path, [])
+    write_rows(json_path, [])  # empties the file
     done: list[Row] = []
     for row in rows:
         if not done:
@@ -144,19 +146,14 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
         write_rows(json_path, [row.to_dict()], "a")
     if any(row.load_note for row in done):
         print(
-            "# noisy: other programs took so much of the machine in the meantime; measure again",
+            "# noisy: other programs used so much of the machine meanwhile; measure again",
             flush=True,
         )
     return done
 
 
 def write_rows(path: Path | None, rows: Iterable[dict[str, Any]], mode: str = "w") -> None:
-    """Writes one JSON object a line; None writes nothing.
-
-    Args:
-        path: the file.
-        rows: the objects.
-        mode: of `open`: `a` keeps the lines that the file has.
+    """Writes one JSON object a line; a `path` of None writes nothing; mode `a` appends.
 
     Raises:
         ConfigError: the file cannot be written.

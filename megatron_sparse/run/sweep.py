@@ -1,8 +1,8 @@
-"""The runs of a sweep: the name and the outcome of each.
+"""The name and the outcome of each run of a sweep.
 
-`train --multirun` makes a run of every combination, one after the other or, with a launcher of
-Hydra's, as jobs of Slurm. A run that fails does not end the others: each leaves an `outcome.json`
-in the sweep's folder, from which the sweep's exit code comes.
+A sweep is `train --multirun` with several values for some keys. Each combination of values is a
+run. Runs start one after the other or, with Hydra's Slurm launcher, as jobs. A run that fails does
+not end the sweep: each run leaves an `outcome.json`, and `check` makes the sweep's error of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RunEnd:
     """How a run of a sweep ended.
 
     Attributes:
-        name: of the run.
-        exit_code: of the command, had it been alone.
-        error: what went wrong; empty with code 0.
+        name: the run's name.
+        exit_code: the exit code that `train` would have for this run alone.
+        error: why the run failed; empty with code 0.
     """
 
     name: str
@@ -41,11 +41,11 @@ class RunEnd:
     error: str
 
     def write(self, folder: Path, replace: bool = True) -> None:
-        """Writes it into a folder of the sweep.
+        """Writes the outcome as `outcome.json`.
 
         Args:
-            folder: of one run; made if missing.
-            replace: False: an outcome that another rank has written there stays.
+            folder: the run's subfolder in the sweep's folder; made if missing.
+            replace: whether to replace an outcome that another rank of the run has written.
 
         Raises:
             OSError: the folder cannot be written.
@@ -57,10 +57,10 @@ class RunEnd:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Overrides as Hydra reads them.
+    """Parses overrides with Hydra's parser.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: an override has the wrong syntax.
     """
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
@@ -69,7 +69,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def swept_keys(overrides: Sequence[Override]) -> list[str]:
-    """The keys among overrides that have several values.
+    """The keys to which the overrides of a sweep give several values.
 
     Example:
         >>> swept_keys(parsed(["scheme=dense,direct", "name=a", "compression.leak=choice(0.9,1)"]))
@@ -79,13 +79,13 @@ def swept_keys(overrides: Sequence[Override]) -> list[str]:
 
 
 def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> str:
-    """The name of one run of a sweep, so that no two runs share a folder.
+    """Appends the run's values of the swept keys to `name`, so that no two runs share a folder.
 
     Args:
-        name: that of the configuration.
-        swept: from `swept_keys`. If `name` is among them, each run has a name of its own already,
-            and nothing is added.
-        task_overrides: of this run, with one value each.
+        name: the configuration's `name`.
+        swept: from `swept_keys`. If `name` is among them, each run has another name already, and
+            nothing is appended.
+        task_overrides: the overrides of this run, each with one value.
 
     Example:
         >>> run_name("run", ["scheme", "compression.leak"], ["scheme=direct", "compression.leak=1"])
@@ -96,9 +96,9 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
     parts = [name]
     for override in parsed(task_overrides):
         if override.key_or_group in swept:
-            # `composition` spells `scheme=NAME` as `scheme.name=NAME`; `name` would say too little.
+            # `scheme=NAME` is `scheme.name=NAME` here; its last word alone would say too little.
             _, _, key = override.key_or_group.removesuffix(".name").rpartition(".")
-            # The name becomes a folder: no spaces, slashes, brackets or quotes; -1 is not 1.
+            # For a folder's name: no spaces, slashes, brackets or quotes, and -1 differs from 1.
             text = re.sub("^-", "minus", str(override.get_value_element_as_str()))
             value = re.sub(r"[^A-Za-z0-9.]+", "-", text)
             parts.append(f"{key}-{value.strip('-')}")
@@ -106,33 +106,32 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
 
 
 def check(folder: Path) -> None:
-    """Checks the outcomes of all runs of a sweep.
+    """Raises one error for all failed runs of a sweep, with a line for each run.
 
     Raises:
-        SweepError: names the runs that failed.
+        SweepError: a run failed.
     """
     ended = outcomes(folder)
     failed = [outcome for outcome in ended if outcome.exit_code]
     if failed:
-        names = "\n            ".join(
-            f"{outcome.name}: {outcome.error.splitlines()[0]}" for outcome in failed
-        )
+        lines = [f"{outcome.name}: {outcome.error.splitlines()[0]}" for outcome in failed]
         raise SweepError(
             f"{len(failed)} of {len(ended)} runs of the sweep failed",
             expected="exit code 0 of every run",
-            got=names,
+            got="\n            ".join(lines),  # aligned with the first line of `got`
             remedy="correct what they name, then repeat the command with resume=auto; "
             "megatron-sparse report RUNS_DIR compares the others",
         )
 
 
 def outcomes(folder: Path) -> list[RunEnd]:
-    """The outcomes below a sweep's folder, one for each ended run, in the order of the runs.
+    """Reads the outcomes below a sweep's folder, one for each run that has ended, in run order.
 
     Raises:
-        SweepError: one is damaged.
+        SweepError: a file is damaged.
     """
     found = []
+    # The name of a run's folder is its number: as text, 10 would come before 2.
     for path in sorted(folder.rglob(OUTCOME_FILE), key=lambda path: path.parent.name.zfill(6)):
         try:
             found.append(RunEnd(**json.loads(path.read_text("utf-8"))))

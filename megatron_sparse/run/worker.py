@@ -1,4 +1,8 @@
-"""What one rank does: `main`, where the launcher started it (`rank`), else `run_started`."""
+"""The work of one rank: `main` if our launcher started it (`rank`), else `run_started`.
+
+If torchrun or srun started the ranks, no launcher prepares the run. Rank 0 does, and passes the
+folder on to the other ranks in torch's key-value store, which is in rank 0's process.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +39,26 @@ _READERS_S = 60
 
 
 def main(path: Path) -> int:
-    """Runs a rank that the launcher started.
+    """Runs a rank that the launcher started; `path` is the run's `config.yaml`.
 
-    Args:
-        path: of the run's `config.yaml`.
-
-    Returns:
-        The exit code. The error is in the agent's error file; the launcher prints it.
+    Returns the exit code. If the rank failed, the launcher prints the error from the rank's report.
     """
     try:
         with naming_full_disk(path.parent):
             from megatron_sparse.megatron import training
 
+            # torch is imported: from here on Ctrl-C raises KeyboardInterrupt (see `rank`).
             signal.signal(signal.SIGINT, signal.default_int_handler)
             config = composition.load(path)
             _survive_early_signals(config)
             stopped_at = training.train(config, path.parent)
-            _after(config, stopped_at, int(os.environ["RANK"]))
+            _report_early_stop(config, stopped_at, int(os.environ["RANK"]))
     except MegatronSparseError as error:
         write_report(str(error), typed=True)
         return error.exit_code
     except KeyboardInterrupt:
         after_ctrl_c.set()
-        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
+        return 128 + signal.SIGINT  # Ctrl-C also reaches the launcher, which reports it
     except SystemExit:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -70,12 +71,10 @@ def main(path: Path) -> int:
 def run_started(config: RunConfig, command: str) -> int:
     """Runs a rank that torchrun or srun started; rank 0 makes the run's folder.
 
-    Args:
-        config: the same on every rank.
-        command: the command line, kept in `config.yaml`.
+    Every rank has the same `config` and `command` (the command line).
 
     Returns:
-        0; or the exit code of an error that another rank has printed already.
+        0; 130 after Ctrl-C; or the exit code of an error that another rank has printed already.
 
     Raises:
         MegatronSparseError: on the first rank that fails.
@@ -87,13 +86,13 @@ def run_started(config: RunConfig, command: str) -> int:
         _check_size(config)
     store, rank = _meet()
     run_dir = None
-    held = ExitStack()  # gets the lock of the run's folder
+    lock_stack = ExitStack()  # on rank 0 receives the lock of the run's folder
     try:
         config = preparation.decide(config)
         _set_environment(preparation.rank_environment(config))
         nodes, ranks_per_node = config.cluster.nodes, config.cluster.ranks_per_node
         os.environ.update(node_of_cluster(os.environ, nodes, ranks_per_node))
-        agreed = _agree_on_folder(config, command, store, rank, held)
+        agreed = _agree_on_folder(config, command, store, rank, lock_stack)
         if agreed is None:
             return 0
         config, run_dir = agreed
@@ -102,7 +101,7 @@ def run_started(config: RunConfig, command: str) -> int:
         with naming_full_disk(run_dir):
             with rank_log(run_dir, rank, config.cluster.world_size):
                 stopped_at = training.train(config, run_dir, store)
-            _after(config, stopped_at, rank)
+            _report_early_stop(config, stopped_at, rank)
     except MegatronSparseError as error:
         if _is_reported(store):
             return error.exit_code
@@ -113,16 +112,12 @@ def run_started(config: RunConfig, command: str) -> int:
         after_ctrl_c.set()
         return 128 + signal.SIGINT
     finally:
-        held.close()
+        lock_stack.close()
     return 0
 
 
 def _check_size(config: RunConfig) -> None:
-    """Refuses another number of ranks than the configuration's.
-
-    Raises:
-        ConfigError: another number was started.
-    """
+    """Raises a `ConfigError` if WORLD_SIZE is not the configuration's number of ranks."""
     started = int(os.environ["WORLD_SIZE"])
     if started == config.cluster.world_size:
         return
@@ -135,10 +130,10 @@ def _check_size(config: RunConfig) -> None:
 
 
 def _meet() -> tuple[Any, int]:
-    """The store at which all ranks meet, and this rank.
+    """Waits for all ranks; returns their common key-value store, and the number of this rank.
 
     Raises:
-        ConfigError: MASTER_ADDR and MASTER_PORT do not name a free port of the first rank's host.
+        ConfigError: MASTER_ADDR and MASTER_PORT do not name a free port of rank 0's machine.
     """
     from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
@@ -157,7 +152,7 @@ def _meet() -> tuple[Any, int]:
 
 
 def _set_environment(chosen: dict[str, str]) -> None:
-    """Sets the variables of this rank; the number of threads also in torch, which is loaded."""
+    """Sets environment variables, and torch's number of threads, which torch has read already."""
     import torch
 
     threads = chosen["OMP_NUM_THREADS"]
@@ -172,8 +167,11 @@ def _survive_early_signals(config: RunConfig) -> None:
         signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
 
 
-def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
-    """On rank 0, after a signal has ended the run: reports it, and requeues the job."""
+def _report_early_stop(config: RunConfig, stopped_at: int | None, rank: int) -> None:
+    """On rank 0, prints that a signal has stopped the run, and requeues the job if configured.
+
+    `stopped_at` is the iteration of the checkpoint, or None if the run has reached its end.
+    """
     if stopped_at is None or rank != 0:
         return
     print(
@@ -193,26 +191,29 @@ def _wait_for_readers(store: Any, ranks: int) -> None:
 
 
 def _is_reported(store: Any) -> bool:
-    """Whether another rank has reported its error. Most errors occur on all ranks at once."""
+    """Whether another rank has called this before, and so reports the error that all ranks have."""
     try:
-        return store.add("megatron_sparse/failed", 1) > 1
+        return store.add("megatron_sparse/failed", 1) > 1  # counts the calls of all ranks
     except RuntimeError:
-        return False  # the store went with rank 0
+        return False  # rank 0 has ended, and the store with it
 
 
 def _agree_on_folder(
-    config: RunConfig, command: str, store: Any, rank: int, held: ExitStack
+    config: RunConfig, command: str, store: Any, rank: int, lock_stack: ExitStack
 ) -> tuple[RunConfig, Path] | None:
-    """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do.
+    """Rank 0 makes the run's folder and decides the schedule; the other ranks wait for its answer.
 
-    Rank 0 also decides the schedule, because the file that a resumed run keeps it in is being
-    replaced. `held` gets the folder's lock.
+    The other ranks cannot read a resumed run's schedule, because rank 0 replaces its `config.yaml`.
+
+    Returns:
+        The run with its schedule, and its folder; None if the checkpoint is the run's last one.
+        On rank 0, `lock_stack` receives the folder's lock.
 
     Raises:
         CommunicationError: rank 0 has ended, or is stopped.
     """
     if rank == 0:
-        return _begin_for_all(config, command, store, held)
+        return _begin_for_all(config, command, store, lock_stack)
     try:
         answer = store.get(_ANSWER).decode()
     except RuntimeError as error:
@@ -225,7 +226,7 @@ def _agree_on_folder(
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     if answer == _NOTHING_LEFT:
-        store.add(_READERS, 1)
+        store.add(_READERS, 1)  # rank 0, which has the store, waits for all readers to end
         return None
     warmup, ramp, folder = json.loads(answer)
     run_dir = Path(folder)
@@ -235,12 +236,15 @@ def _agree_on_folder(
 
 
 def _begin_for_all(
-    config: RunConfig, command: str, store: Any, held: ExitStack
+    config: RunConfig, command: str, store: Any, lock_stack: ExitStack
 ) -> tuple[RunConfig, Path] | None:
-    """Begins the run on rank 0, and answers the others; empty where it is refused."""
+    """Begins the run on rank 0, and puts the answer for the other ranks into the store.
+
+    The answer is empty if an error is raised: the other ranks then exit.
+    """
     answer = ""
     try:
-        begun = preparation.begin(config, command, held, in_rank=True)
+        begun = preparation.begin(config, command, lock_stack, in_rank=True)
         answer = _NOTHING_LEFT
         if begun is not None:
             schedule = begun[0].compression

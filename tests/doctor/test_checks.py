@@ -28,7 +28,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def only_fakes(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     """Replaces all check functions by one that yields the checks in the returned list."""
     checks: list[Check] = []
-    monkeypatch.setattr(doctor, "_LOOKS", (lambda: iter(checks),))
+    monkeypatch.setattr(doctor, "_PART_CHECKS", (lambda: iter(checks),))
     return checks
 
 
@@ -68,7 +68,9 @@ def test_check_that_raises_is_a_failed_line_and_the_others_continue(
         yield
 
     monkeypatch.setattr(
-        doctor, "_LOOKS", (_half_installed, _quits, lambda: iter([Check("last", "ok", "there")]))
+        doctor,
+        "_PART_CHECKS",
+        (_half_installed, _quits, lambda: iter([Check("last", "ok", "there")])),
     )
     first, broken, quit_, last = doctor.collect()
     assert (first.name, last.name) == ("first", "last")

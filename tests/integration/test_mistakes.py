@@ -64,7 +64,7 @@ MISTAKES = (
     Mistake("train --iterations 100", "did you mean training.iterations=VALUE?"),
     train("compression=topk99,topk95", "add --multirun"),
     train("preset=safe,balanced", "got:      preset=safe,balanced"),
-    train("--multirun scheme=dense,direct --cfg job", "leave the others out"),
+    train("--multirun scheme=dense,direct --cfg job", "give one of these flags only"),
     train("'training.lr=1e-3, 1e-4'", "add --multirun"),
     train("--multi-run", "did you mean --multirun?"),
     train("--density", "did you mean compression.density=VALUE?"),

@@ -301,7 +301,7 @@ class TestGaps:
         (folder / "breakdown.jsonl").write_text("".join(json.dumps(x) + "\n" for x in changed))
         text = report(tmp_path, folder)
         assert "No finite loss." in text
-        assert "One rank alone sends nothing." in text
+        assert "A run of one rank sends nothing." in text
 
 
 class TestMistakes:

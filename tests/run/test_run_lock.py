@@ -61,7 +61,7 @@ def started(script: str, *words: str) -> tuple[subprocess.Popen[str], str]:
 def test_a_run_that_goes_on_keeps_its_folder(tmp_path, resume):
     config = compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
     with ExitStack() as held:
-        run_dir = preparation.make_run_dir(config, "first", held=held)
+        run_dir = preparation.make_run_dir(config, "first", lock_stack=held)
         again = dataclasses.replace(config, resume=resume)
         with pytest.raises(ConfigError, match="still going on") as caught:
             preparation.make_run_dir(again, "second")
@@ -81,7 +81,7 @@ def test_of_two_runs_that_start_at_once_one_gets_the_folder(tmp_path, monkeypatc
         def slow_look(run_dir):
             look(run_dir)
             monkeypatch.setattr(preparation, "_check_is_run", look)
-            preparation.make_run_dir(config, "first", held=held)
+            preparation.make_run_dir(config, "first", lock_stack=held)
 
         monkeypatch.setattr(preparation, "_check_is_run", slow_look)
         with pytest.raises(ConfigError, match="still going on"):
