@@ -94,11 +94,7 @@ def progress_after(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProg
 
 
 def run(folder: Path, columns: int | None) -> None:
-    """Draws the view after the last iteration on standard output.
-
-    Args:
-        folder: the run's folder.
-        columns: width of the view; None takes the terminal's.
+    """Draws the view after the last iteration, `columns` wide; None: as wide as the terminal.
 
     Raises:
         ConfigError: the folder is not a run's, or it has no iteration.

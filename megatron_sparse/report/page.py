@@ -76,8 +76,9 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     for folder in folders:
         found |= {run_folder.resolve(): run_folder for run_folder in _runs_of(folder)}
     folders = list(found.values())
-    is_table = {path: path.suffix.lower() == ".csv" for path in outputs}
-    if not all(is_table.values()) and len(folders) > MOST_RUNS:
+    outputs = list(dict.fromkeys(outputs))  # each file once
+    pages = [path for path in outputs if path.suffix.lower() != ".csv"]
+    if pages and len(folders) > MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",
             expected=f"1 to {MOST_RUNS} folders",
@@ -86,13 +87,13 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
         )
     runs = [load_run(folder, index) for index, folder in enumerate(folders)]
     with writing("the report"):
-        for path in is_table:
+        for path in outputs:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if is_table[path]:
-                tables.write_csv(runs, path)
-            else:
+            if path in pages:
                 path.write_text(render(runs, sections_of(runs)), encoding="utf-8")
-    return list(is_table)
+            else:
+                tables.write_csv(runs, path)
+    return outputs
 
 
 def _runs_of(folder: Path) -> list[Path]:
@@ -104,28 +105,27 @@ def _runs_of(folder: Path) -> list[Path]:
 def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
-    measured = [one for one in runs if one.readiness]  # measured how long ranks waited
+    sending = [run for run in runs if run.iterations.dense_bytes.any()]  # of several ranks
+    measured = [run for run in runs if run.readiness]  # measured how long ranks waited
 
     def section(name: str, title: str, **rest: Any) -> Section:
         """A section with the charts of its name, and the other fields in `rest`."""
         return Section(name, title, charts=charts.get(name, []), **rest)
 
     return [
-        section("exposed", "Exposed communication", lead=[_paragraph(one, runs) for one in runs]),
+        section("exposed", "Exposed communication", lead=[_paragraph(run, runs) for run in runs]),
         section("summary", "Summary", tables=[tables.summary_table(runs)]),
         section("loss", "Loss", unknown="No finite loss."),
         section(
             "bytes",
             "Bytes on the wire",
-            tables=[
-                tables.phase_table(one, runs) for one in runs if one.iterations.dense_bytes.any()
-            ],
+            tables=[tables.phase_table(run, runs) for run in sending],
             unknown="A run of one rank sends nothing.",
         ),
         section(
             "buckets",
             "Buckets: plan and times",
-            tables=[tables.bucket_table(one, runs) for one in runs if one.buckets],
+            tables=[tables.bucket_table(run, runs) for run in runs if run.buckets],
             unknown="No times for buckets.",
         ),
         section(
@@ -138,19 +138,19 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             "configuration",
             "Configuration",
             tables=[tables.difference_table(runs)] if len(runs) > 1 else [],
-            folds=[_configuration(one, runs) for one in runs if one.config],
+            folds=[_configuration(run, runs) for run in runs if run.config],
             unknown="Unknown.",
         ),
     ]
 
 
-def _paragraph(one: RunData, runs: Sequence[RunData]) -> str:
-    """A paragraph about a run: its exposed communication, two longest waits and throughput.
+def _paragraph(run: RunData, runs: Sequence[RunData]) -> str:
+    """A paragraph on a run at its target density: exposed communication, waits and throughput.
 
     If the report has several `runs`, the paragraph begins with the run's name.
     """
-    summary, steady = one.summary, at_target(one.summary)
-    sentences = [] if len(runs) == 1 else [f"{run_charts.label_of(one, runs)}."]
+    summary, steady = run.summary, at_target(run.summary)
+    sentences = [] if len(runs) == 1 else [f"{run_charts.label_of(run, runs)}."]
     sentences.append(
         f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
         f"{of_all(steady)}, means of {scope(summary)}."
@@ -159,7 +159,7 @@ def _paragraph(one: RunData, runs: Sequence[RunData]) -> str:
         sentences.append(
             "These are the CPU thread's waits: waits of CUDA streams are in the stage optimizer."
         )
-    waits_ms = {bucket.name: bucket.exposed_us / 1e3 for bucket in one.buckets.values()}
+    waits_ms = {bucket.name: bucket.exposed_us / 1e3 for bucket in run.buckets.values()}
     if param_wait_ms := steady["stage_ms_mean"]["param_wait"]:
         waits_ms["parameters"] = param_wait_ms
     total_ms = sum(waits_ms.values())
@@ -172,9 +172,9 @@ def _paragraph(one: RunData, runs: Sequence[RunData]) -> str:
     return " ".join(sentences)
 
 
-def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
-    lines = [f"{key}: {canonical(value)}" for key, value in one.config.items()]
-    return f"All of {run_charts.label_of(one, runs)}", "\n".join([one.command, "", *lines])
+def _configuration(run: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
+    lines = [f"{key}: {canonical(value)}" for key, value in run.config.items()]
+    return f"All of {run_charts.label_of(run, runs)}", "\n".join([run.command, "", *lines])
 
 
 def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
@@ -184,11 +184,11 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
         (source / "page.html.j2").read_text(encoding="utf-8")
     )
     gaps: list[str] = []  # sentences about missing data, which the page shows
-    for one in runs:
-        prefix = "" if len(runs) == 1 else f"{run_charts.label_of(one, runs)}: "
-        gaps += [prefix + gap for gap in one.gaps]
+    for run in runs:
+        prefix = "" if len(runs) == 1 else f"{run_charts.label_of(run, runs)}: "
+        gaps += [prefix + gap for gap in run.gaps]
     return page.render(
-        title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
+        title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         colours=theme.OF_PAGE,
         style=(source / "page.css").read_text(encoding="utf-8"),
         runs=runs,

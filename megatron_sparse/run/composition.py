@@ -62,9 +62,9 @@ _NO_NAME = re.compile(r"null|true|false|\d+", re.IGNORECASE)
 
 
 def register_schema() -> None:
-    """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
+    """Makes `RunConfig` the schema of `configs/train.yaml`, and its `--help`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
-    # The template of `--help` has `${groups:}` and `${keys:}`.
+    # These functions fill `${groups:}` and `${keys:}` in the template of `--help`.
     OmegaConf.register_new_resolver(
         "groups", lambda: described.groups_help(GROUPS, group_options), replace=True
     )
@@ -76,7 +76,7 @@ def register_schema() -> None:
 
 
 def group_options(group: str) -> list[str]:
-    """The options of a group, sorted."""
+    """The options of a group, sorted: names of schemes for `scheme`, else of the group's files."""
     if group == SCHEME:
         return sorted([AUTO, *SCHEMES])
     folder = files(CONFIG_MODULE) / group
@@ -111,8 +111,8 @@ def _check_names(override: str) -> None:
         ConfigError: lists the options.
     """
     group, _, value = override.partition("=")
-    for name in value.split(",") if group in GROUPS else ():
-        if _NO_NAME.fullmatch(name):
+    for name in value.split(","):
+        if group in GROUPS and _NO_NAME.fullmatch(name):
             raise ConfigError(
                 f"{group} has no option {name!r}",
                 expected=" | ".join(group_options(group)),
@@ -157,9 +157,6 @@ def _scheme_override(text: str) -> str:
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
     """Composes and checks the configuration of `megatron-sparse train OVERRIDE...`.
-
-    Args:
-        overrides: as on the command line.
 
     Raises:
         ConfigError: an option, key or value is wrong.

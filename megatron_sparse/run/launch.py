@@ -35,9 +35,7 @@ MANY_FILES = 65536
 def run(config: RunConfig, command: str) -> int:
     """Trains the run, as its launcher or as one of its ranks.
 
-    Args:
-        config: the run; values may still be `auto`.
-        command: the command line, which is written into the run's `config.yaml`.
+    Values of `config` may still be `auto`. `command` is written into the run's `config.yaml`.
 
     Returns:
         0, the exit code of the rank that failed first, or 128 plus the number of a signal.

@@ -1,6 +1,7 @@
-"""Starts ranks on this machine: over loopback, or on the network test bed.
+"""Starts ranks on this machine: over loopback, or on the network test bed (`scripts/netbed.sh`).
 
-Each rank is the same command line with RANK and WORLD_SIZE in its environment.
+The test bed gives each host its own network namespace, and limits the rate of the links between
+them. Each rank is the same command line with RANK and WORLD_SIZE in its environment.
 """
 
 from __future__ import annotations
@@ -68,14 +69,10 @@ def check_place(
 def run_netbed(
     command: Sequence[str], ranks: int, links: BedLinks, nodes: int, log: IO[str] | None = None
 ) -> int:
-    """Runs a command as every rank of a test bed; returns the exit code.
+    """Runs a command as every rank of the network test bed; returns the exit code.
 
-    Args:
-        command: program and arguments.
-        ranks: number of ranks.
-        links: the links between hosts or sites.
-        nodes: number of hosts.
-        log: receives the command's output; None: the terminal does.
+    `links` connect the `nodes` (hosts) or sites. `log` receives the command's output; None: the
+    terminal does.
 
     Raises:
         ConfigError: there is no test bed, because the package is not in a checkout.

@@ -118,9 +118,8 @@ def with_schedule(config: RunConfig, start: Start) -> RunConfig:
 def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
     """Finds mistakes in the configuration before training starts; returns the vocabulary's size.
 
-    Args:
-        config: the run; device and precision are decided.
-        in_launcher: also lets Megatron check the `megatron:` section, which imports Megatron.
+    Device and precision must be decided. With `in_launcher`, also lets Megatron check the
+    `megatron:` section, which imports Megatron.
 
     Raises:
         ConfigError: the model does not fit the data, settings of the plugin contradict each other,
@@ -163,12 +162,8 @@ def _check_packages(config: RunConfig) -> None:
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     """Finds the checkpoint that the run starts from, and checks that it fits the configuration.
 
-    Imports megatron if there is a checkpoint.
-
-    Args:
-        config: the run.
-        vocab_size: from `preflight`.
-        in_rank: whether this process will train; on a CPU it then enters CPU mode first.
+    Imports megatron if there is a checkpoint. `vocab_size` is from `preflight`; `in_rank` says that
+    this process will train, and so has to prepare Megatron for its device first.
 
     Raises:
         CheckpointError: `training.load` has no checkpoint, or it is not complete, or does not fit.
@@ -180,7 +175,7 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     if not start.own:
         arguments.check_load(config)
     path = start.checkpoint
-    # A checkpoint in Megatron's release format has no settings to compare with.
+    # A release, Megatron's name for a converted checkpoint, is not compared with the run.
     if path is None or path.name == checkpoint_folder.RELEASE or start.is_done(config):
         return start
     training.silence_known_noise()

@@ -38,7 +38,7 @@ class Start:
     warnings: tuple[str, ...] = ()
 
     def is_done(self, config: RunConfig) -> bool:
-        """Whether nothing is left to do for a run that goes on."""
+        """Whether the resumed run has all its iterations, so that nothing is left to do."""
         return self.own and self.iteration >= config.training.iterations
 
     def repair(self) -> None:
@@ -68,17 +68,17 @@ def find(config: RunConfig) -> Start:
         ConfigError: `resume=must`, and the run has no complete checkpoint; or `training.load` is in
             the run's own folder, which is renamed unless the run is resumed.
     """
-    own = run_folder(config) / arguments.CHECKPOINTS
+    checkpoints = run_folder(config) / arguments.CHECKPOINTS
     warnings: tuple[str, ...] = ()
     if config.resume != "never":
-        found = _find_own(config, own)
+        found = _find_own(config, checkpoints)
         if found.checkpoint is not None:
             return found
         warnings = found.warnings
     if config.resume == "must":
         raise ConfigError(
             f"run {config.name} cannot be resumed",
-            expected=f"a complete checkpoint in {own}",
+            expected=f"a complete checkpoint in {checkpoints}",
             got="; ".join(warnings) or "none",
             remedy="set resume=auto to start it from scratch, and training.save_interval to save "
             "checkpoints",
@@ -96,16 +96,16 @@ def find(config: RunConfig) -> Start:
     return Start(warnings=warnings)
 
 
-def _find_own(config: RunConfig, own: Path) -> Start:
-    """The start from the newest complete checkpoint of the run, or from iteration `ckpt_step`.
+def _find_own(config: RunConfig, checkpoints: Path) -> Start:
+    """The start from the run's newest complete checkpoint, or from that of iteration `ckpt_step`.
 
-    Its `checkpoint` is None if no checkpoint is complete. `own` is the run's checkpoint folder.
+    Its `checkpoint` is None if no checkpoint is complete.
     """
     step = config.megatron.get("ckpt_step")
-    if step and arguments.has_checkpoint(config, own):
-        return Start(int(step), _of_step(own, int(step)), own=True)
+    if step and arguments.has_checkpoint(config, checkpoints):
+        return Start(int(step), _of_step(checkpoints, int(step)), own=True)
     best, repairs, warnings = Start(), {}, []
-    for folder in checkpoint_folder.with_temporary(own, config.megatron):
+    for folder in checkpoint_folder.with_temporary(checkpoints, config.megatron):
         # Without a tracker: a run that was killed in its first save leaves a checkpoint there.
         if not (folder / TRACKER).is_file() and not checkpoint_folder.saved_iterations(folder):
             continue

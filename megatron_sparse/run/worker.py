@@ -79,7 +79,7 @@ def run_started(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: on the first rank that fails.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
         end_with_parent()
     _survive_early_signals(config)
     with reported_by_first_rank():
@@ -90,6 +90,7 @@ def run_started(config: RunConfig, command: str) -> int:
     try:
         config = preparation.decide(config)
         _set_environment(preparation.rank_environment(config))
+        # If one machine models several nodes, a variable names the node that this rank is on.
         nodes, ranks_per_node = config.cluster.nodes, config.cluster.ranks_per_node
         os.environ.update(node_of_cluster(os.environ, nodes, ranks_per_node))
         agreed = _agree_on_folder(config, command, store, rank, lock_stack)
