@@ -273,8 +273,7 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
         density=median_of(lambda line: line["nnz"]) / numel if numel else 0.0,
         wire_bytes=int(median_of(lambda line: line["wire_bytes"])),
         stage_us={
-            # The default argument binds each stage; a closure would see the last one only.
-            stage: median_of(lambda line, stage=stage: line["stage_us"][stage])
+            stage: float(median(line["stage_us"][stage] for line in same_scheme))
             for stage in lines[-1]["stage_us"]
         },
         measured_us=median_of(lambda line: sum(line["stage_us"].values())),
@@ -284,6 +283,7 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
 
 
 def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
+    """Bucket name -> records of the ranks' waits; none if the file is missing or damaged."""
     with _errors_as_gaps(gaps):
         return load_readiness(folder)
     return {}  # the file is damaged or cannot be read

@@ -209,7 +209,7 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
     except MegatronSparseError as error:
         code, problem = error.exit_code, redact_text(str(error))
         print(f"error: {problem}", file=sys.stderr, flush=True)
-    except SystemExit as error:
+    except SystemExit as error:  # see `reported_by_first_rank`
         code, problem = int(error.code or 0), _OTHER_RANK
     # Rank 0 writes the outcome. If only another rank knows the reason, that rank overwrites it.
     has_reason = code != 0 and problem != _OTHER_RANK
@@ -251,7 +251,7 @@ def check_each_run(overrides: Sequence[Override]) -> None:
     choices: dict[str, list[str]] = {}  # key -> `key=value` for each of its values
     for override in overrides:
         key = override.get_key_element()
-        if override.key_or_group.startswith("hydra"):
+        if override.key_or_group.startswith("hydra"):  # about the sweep, not a key of a run
             continue
         if override.is_discrete_sweep():
             values = list(override.sweep_string_iterator())
@@ -267,15 +267,15 @@ def check_each_run(overrides: Sequence[Override]) -> None:
         choices[key] = [f"{key}={value}" for value in values]
     refused: dict[str, MegatronSparseError] = {}  # error text -> error: runs may share a mistake
     swept, folders = sweep.swept_keys(overrides), set[Path]()
-    for run in itertools.product(*choices.values()):
+    for run_overrides in itertools.product(*choices.values()):
         try:
-            config = composition.compose(run)
-            folder = Path(config.runs_dir, sweep.run_name(config.name, swept, run))
+            config = composition.compose(run_overrides)
+            folder = Path(config.runs_dir, sweep.run_name(config.name, swept, run_overrides))
             if folder in folders:
                 raise ConfigError(
                     f"several runs of the sweep would have the folder {folder}",
                     expected="a different name for each run",
-                    got=" ".join(run),
+                    got=" ".join(run_overrides),
                     remedy="start them one by one, each with another name=",
                 )
             folders.add(folder)

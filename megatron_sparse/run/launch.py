@@ -65,7 +65,7 @@ def raise_file_limit() -> None:
 
 
 def _launch(config: RunConfig, command: str) -> int:
-    """Checks the run, makes its folder, starts the ranks and waits for them."""
+    """Checks the run, makes its folder, starts the ranks and waits; returns the exit code."""
     if config.cluster.nodes > 1:
         raise ConfigError(
             "a run on several nodes is not started from one process",
@@ -75,7 +75,7 @@ def _launch(config: RunConfig, command: str) -> int:
         )
     with ExitStack() as lock_stack:  # `begin` puts the lock of the run's folder on it
         begun = preparation.begin(preparation.decide(config), command, lock_stack, in_rank=False)
-        if begun is None:
+        if begun is None:  # the checkpoint is the run's last one
             return 0
         config, run_dir = begun
         variables = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}

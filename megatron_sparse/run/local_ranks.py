@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 NETBED = CHECKOUT / "scripts" / "netbed.sh"
 """Makes the test bed."""
 GRACE_S = 10.0
-"""What the others get to say why they end too, when a rank has failed."""
+"""Seconds that the other ranks get, after a rank has failed, to print why they end."""
 POLL_S = 0.05
 
 
@@ -160,7 +160,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     while any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]
         if not failed and any(codes):
-            failed = next(code for code in codes if code)
+            failed = next(code for code in codes if code)  # later failures may follow from this one
             deadline_s = time.monotonic() + GRACE_S
         if time.monotonic() > deadline_s:
             break

@@ -54,8 +54,8 @@ def decide(config: RunConfig) -> RunConfig:
     config = with_precision(dataclasses.replace(config, cluster=cluster))
     if not config.plugin:
         return config
-    sparse = config.sparse
-    configured = config.compression  # its null in the schedule stays, for `with_schedule`
+    sparse = config.sparse  # resolves `auto` bits, and null in the schedule
+    configured = config.compression  # a null in the schedule must stay, for `with_schedule`
     compression = dataclasses.replace(
         sparse.compression, warmup_iters=configured.warmup_iters, ramp_iters=configured.ramp_iters
     )
@@ -189,7 +189,7 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
 def make_run_dir(
     config: RunConfig, command: str, start: Start | None = None, lock_stack: ExitStack | None = None
 ) -> Path:
-    """Makes the run's folder, or takes that of the resumed run; writes `config.yaml` and the start.
+    """Makes the run's folder, or reuses a resumed run's; writes `config.yaml` and `starts.jsonl`.
 
     Changes nothing while another process trains in the folder, which then has a lock (`run_lock`).
 
@@ -250,7 +250,7 @@ def _check_is_run(run_dir: Path) -> None:
 
 
 def _is_run(run_dir: Path) -> bool:
-    """Whether a folder is a run's; a script's with `install` has no configuration."""
+    """Whether a folder is a run's. That of a script with `install` has no `config.yaml`."""
     return any((run_dir / name).is_file() for name in (CONFIG_FILE, BREAKDOWN_FILE))
 
 
@@ -272,23 +272,23 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     Variables that the user has set keep their values, except the two that a CPU run overrides, and
     `OMP_NUM_THREADS=1` under torchrun, which sets the same value if the user has set none.
     """
-    found = {"OMP_NUM_THREADS": "1"}
+    variables = {"OMP_NUM_THREADS": "1"}
     if (
         config.training.tensor_parallel > 1
         or (config.megatron.get("context_parallel_size") or 1) > 1
     ):
         # Megatron requires it with these two on devices before Blackwell: kernels run in the order
         # of their launches. Without them it would make buckets wait for the backward pass.
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    found |= config.cluster.env
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    variables |= config.cluster.env
     user_set = dict(os.environ)
     if "TORCHELASTIC_RUN_ID" in user_set and user_set.get("OMP_NUM_THREADS") == "1":
         del user_set["OMP_NUM_THREADS"]  # most likely torchrun's, so `cluster.env` counts
-    found |= {name: user_set[name] for name in found if name in user_set}
+    variables |= {name: user_set[name] for name in variables if name in user_set}
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
-        found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    return found | package_path()
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    return variables | package_path()
 
 
 def _compiles_first(config: RunConfig) -> str:
@@ -341,7 +341,7 @@ def _synchronisation(config: RunConfig) -> str:
     if compression.density == "auto":
         budget = compression.loss_budget
         return f"preset of {', '.join(allowed(budget))} by trials (loss_budget {budget:g} %)"
-    resolved = config.sparse.compression  # without `auto` and null
+    resolved = config.sparse.compression  # with numbers for a null in the schedule
     first, bits = resolved.warmup + resolved.ramp + 1, resolved.given_value_bits
     return (
         f"scheme {scheme}, density {compression.given_density:.4g}"
