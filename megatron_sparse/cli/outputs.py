@@ -69,7 +69,7 @@ def _refuse(
 
 
 def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
-    """A callback of an option: figures can be drawn, and written into its folder."""
+    """A callback that also refuses the option if matplotlib, which draws the figures, is missing."""
     if folder is not None:
         require_figures()
     return writable_folder(parameter, folder)

@@ -212,8 +212,8 @@ def account(
         ranks = node_count * node_ranks
         nodes, choice = nodes[:ranks], replace(choice, nodes=choice.nodes[:node_count])
         notes += (f"as of {ranks} ranks: with scheme=agsparse more ranks receive more",)
-    short = _short(buckets, largest, ranks)
-    short_nbytes = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
+    short = _short_bucket(buckets, largest, ranks)
+    short_nbytes = bytes_on_virtual_ranks(config, short, nodes, choice, undo=undo)
     is_narrow = short.grad_N.element_size() < FP32_BYTES
     if choice.level != RANK and not on_gpu and not (short.fp32_sums and is_narrow):
         # Over gloo a node or instance sums with `dense_allpairs`, which needs buffers. Virtual
@@ -251,7 +251,7 @@ def _scaled(
     return scaled
 
 
-def taken_on_virtual_ranks(
+def bytes_on_virtual_ranks(
     config: SparseConfig,
     bucket: Bucket,
     nodes: Sequence[int],
@@ -279,6 +279,7 @@ def taken_on_virtual_ranks(
     node_sizes = tuple(map(len, members_of(nodes))) * instances
     cluster = VirtualCluster(sum(node_sizes), Topology(node_sizes, NO_TIME, NO_TIME))
     residual_dtype = RESIDUAL_DTYPES[config.compression.residual_dtype]
+    # Of each virtual rank.
     ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
     for groups in virtual_groups(cluster, choice, instances):
         residuals = ResidualStore(residual_dtype)
@@ -324,7 +325,7 @@ def _steps(compression: CompressionConfig) -> list[int]:
     return sorted({0, *in_ramp, target_start, target_start + 1})
 
 
-def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
+def _short_bucket(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
     """A short bucket that models `buckets` in a group of `ranks` ranks; its tensor is on `meta`.
 
     It has one parameter for each combination of `keep` (sent whole) and `lossless` (all non-zeros
@@ -385,7 +386,7 @@ def _workspace(
     The scratch memory for sampling thresholds is smaller, except in small models, and left out.
 
     Args:
-        config: see `taken_on_virtual_ranks`.
+        config: see `bytes_on_virtual_ranks`.
         bucket: the bucket, or the part of it, that a rank selects from.
         message: bytes of the buffer of a rank's encoded selection.
         gathered: bytes of the buffer of all ranks' encoded sums; each rank encodes its own shard's.

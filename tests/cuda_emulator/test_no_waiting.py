@@ -15,7 +15,7 @@ from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import without
 from megatron_sparse.config.scheme import AUTO_CAPACITY
 from megatron_sparse.cuda_ext.reports import HostCopy
-from megatron_sparse.doctor.memory import taken_on_virtual_ranks
+from megatron_sparse.doctor.memory import bytes_on_virtual_ranks
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level_choice import choose_level
@@ -126,7 +126,7 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     nodes = (0,) * RANKS
     if config.scheme.capacity == "auto":
         config.scheme.capacity = AUTO_CAPACITY
-    taken = taken_on_virtual_ranks(config, ranks.each[0].bucket, nodes, choose_level(config, nodes))
+    taken = bytes_on_virtual_ranks(config, ranks.each[0].bucket, nodes, choose_level(config, nodes))
     expected = Counter()
     for purpose, nbytes in taken.items():
         expected[item_of(purpose)] += nbytes
