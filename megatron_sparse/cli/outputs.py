@@ -69,7 +69,7 @@ def _refuse(
 
 
 def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
-    """A callback that also refuses the option if matplotlib, which draws the figures, is missing."""
+    """Like `writable_folder`, but also refuses the option if matplotlib is missing."""
     if folder is not None:
         require_figures()
     return writable_folder(parameter, folder)

@@ -1,7 +1,7 @@
 """`python -m megatron_sparse.run.rank runs/NAME/config.yaml`: the process of one rank.
 
-The launcher starts it. Importing torch and Megatron takes seconds. Before that, `main` arranges that
-Ctrl-C ends the rank without a traceback, and that the kernel kills the rank with its launcher.
+The launcher starts it. Importing torch and Megatron takes seconds. Before that, `main` makes sure
+that Ctrl-C ends the rank without a traceback, and that the kernel kills it with its launcher.
 """
 
 from __future__ import annotations
