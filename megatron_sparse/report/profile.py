@@ -75,7 +75,7 @@ def run(path: Path, kind: str | None) -> list[dict[str, Any]]:
 
 
 def _kind(dump: GradientDump, kind: str | None) -> Kind:
-    """The kind of gradients to read, from the flag --kind; refuses a wrong one."""
+    """The kind that --kind names; without it, `selected` if any bucket has selected gradients."""
     if kind is not None:
         one_of("--kind", kind, tuple(Kind))
         return Kind(kind)

@@ -41,9 +41,9 @@ def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
         error: its causes count too, and errors of other ranks that torch has gathered in it.
         folder: of the run; its disk is named if `error` names no file.
     """
-    for each in _causes(error):
-        if isinstance(each, OSError) and each.errno in _CODES:
-            return storage_error(each.filename or folder, each)
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in _CODES:
+            return storage_error(cause.filename or folder, cause)
     # Megatron's writer processes pass an error on as text, without its errno: try the disk.
     return probe(folder)
 

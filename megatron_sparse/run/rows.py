@@ -73,7 +73,7 @@ def cell(meaning: str, column: str = "", **default: Any) -> Any:
     """Declares a field of a `CellRow`.
 
     Args:
-        meaning: a sentence for the reader of the class; `null` stands for None.
+        meaning: what the field is, in words; `null` stands for None.
         column: the column's `format title`, see `Columns`; empty for a field that only JSON has.
             Further columns, such as ratios, are separated by `|` and begin with an attribute.
         default: `default`, for `dataclasses.field`.

@@ -96,7 +96,7 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
     parts = [name]
     for override in parsed(task_overrides):
         if override.key_or_group in swept:
-            # `scheme=NAME` is `scheme.name=NAME` here; its last word alone would say too little.
+            # `scheme=NAME` has become `scheme.name=NAME`; as a key, `scheme` says more than `name`.
             _, _, key = override.key_or_group.removesuffix(".name").rpartition(".")
             # For a folder's name: no spaces, slashes, brackets or quotes, and -1 differs from 1.
             text = re.sub("^-", "minus", str(override.get_value_element_as_str()))
