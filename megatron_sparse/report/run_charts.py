@@ -1,7 +1,8 @@
 """The charts of a report.
 
 First those with a line for each run: loss, bytes, time. Then those of one run: its iterations and
-its buckets, stage by stage.
+its buckets, stage by stage. Exposed communication is the time in which the training thread waits
+for gradients (the stage host_wait) or parameters (param_wait).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ SCONTROL_S = 30
 KILL_S = 120
 """Seconds that Slurm may take to end a requeued job; KillWait is 30 by default."""
 FIRST_PORT, PORTS = 20_000, 10_000
-"""The port follows from the job's number, because jobs that share a node must not share a port."""
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -37,7 +36,7 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment or not is_task:
         return {}
     address = environment.get("MASTER_ADDR")
-    # The same port on every rank, and another one for another job on the node.
+    # From the job's number: the same port on every rank, but not for two jobs on one node.
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     return {
         "RANK": environment["SLURM_PROCID"],
