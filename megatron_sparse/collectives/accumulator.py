@@ -22,7 +22,8 @@ class Accumulator:
     """This rank's partial sums of a bucket.
 
     Attributes:
-        sum_N: fp32; at first this rank's values. Shares their memory where they are fp32.
+        sum_N: fp32; at first this rank's values. If they are fp32 it is the same tensor, so adding
+            overwrites them.
     """
 
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
@@ -35,9 +36,9 @@ class Accumulator:
             self.sum_N.copy_(values_N)
 
     def outgoing(self, start: int, stop: int) -> torch.Tensor:
-        """The partial sums of some elements, ready to be sent: a view, or a rounded copy.
+        """The partial sums of the elements from `start` to `stop` in the dtype on the wire.
 
-        A copy is valid until the next call.
+        A view, or a rounded copy that is valid until the next call.
         """
         return as_partial(self._exchange, self.sum_N[start:stop], self._partial_dtype)
 

@@ -64,7 +64,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce. On
-    CUDA the records' headers are read on the host.
+    CUDA the host reads the records' headers. Below, a place is a rank's index in the ring.
     """
     transport, options = exchange.transport, exchange.options
     intra, inter, gather = options.ring_densities()
@@ -74,24 +74,27 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     n, place, ranks = group.world_size, group.rank, group.ranks
     cuts = shard_cuts(message.layout)
     density_of = yield from _initial_densities(identity, message, cuts, transport)
-    initial = [density_of[rank] for rank in ranks]
+    initial = [density_of[rank] for rank in ranks]  # by place
 
-    def link(sender: int) -> LinkDensity:
-        """The density of the sums that the rank at this place sends to its successor."""
-        nodes = {transport.nodes[ranks[end % n]] for end in (sender, sender + 1)}
-        return LinkDensity(sender, initial, intra if len(nodes) == 1 else inter)
+    def link_from(sender: int) -> LinkDensity:
+        """Tracks the density on the link from the place `sender` to the next place in the ring."""
+        both_ends = ranks[sender % n], ranks[(sender + 1) % n]
+        is_intra = len({transport.nodes[rank] for rank in both_ends}) == 1
+        return LinkDensity(sender, initial, intra if is_intra else inter)
 
-    onward, incoming = link(place), link(place - 1)
+    outgoing, incoming = link_from(place), link_from(place - 1)
     form = FORMAT_CODES[options.format]
     sums = SparseSum(exchange, message, form=form)
-    yield from ring_reduce_scatter(cuts, sums, group, (onward, incoming), last=exchange.scatters)
+    yield from ring_reduce_scatter(cuts, sums, group, (outgoing, incoming), last=exchange.scatters)
     if exchange.scatters:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
-    incoming.extrapolate()  # Adds this rank's own part: now the density of its complete sum.
-    # Sums in few bits are shorter than dense ones, and all ranks expect them.
-    if incoming.density >= gather and sums.gather_dtype == sums.final_dtype:
-        # The same sum, in the bucket's memory, with dense records.
+    # From the last sum received to this rank's complete sum, which includes its own contribution.
+    incoming.extrapolate()
+    # Quantised sums (`scheme.sum_bits`) never go dense: they are shorter, and ranks expect them.
+    is_quantised = sums.gather_dtype != sums.final_dtype
+    if incoming.density >= gather and not is_quantised:
+        # A second view of the same sum, which encodes it as dense records.
         sums = SparseSum(exchange, message, form=FORMAT_DENSE)
     yield from ring_gather_sums(identity, cuts, sums, group)
     return group.sent_bytes
@@ -100,30 +103,33 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
 def _initial_densities(
     identity: Identity, message: Message, cuts: Sequence[Cut], transport: Transport
 ) -> Generator[Yielded, None, list[float]]:
-    """The agreement: the density of each rank's selection, as the rank announces it."""
-    own = message_parts(message, cuts)
-    parts = zip(own, cuts, strict=True)
+    """The agreement: every rank announces how many elements it selected. Returns the densities.
+
+    Segments that are always sent whole do not count: only the prunable elements do.
+    """
+    parts = zip(message_parts(message, cuts), cuts, strict=True)
     nnz = sum(prunable_nnz(records, cut) for records, cut in parts)
     table = yield from exchange_sizes([nnz], identity, transport)
     numel = sum(map(prunable_numel, cuts))
     for rank, (announced,) in enumerate(table):
         if not 0 <= announced <= numel:
             raise wrong_field(rank, "announced elements", f"0 to {numel}", announced)
+    # If nothing can be pruned, messages are dense.
     return [announced / numel if numel else 1.0 for (announced,) in table]
 
 
 def cost(run: DryRun) -> None:
-    """`sparse_ring.cost`, with sums that go dense from a density on that depends on the link.
+    """`sparse_ring.cost`, but a sum goes dense above the density threshold of its link.
 
-    SpCCL's equations 3 to 6 as in `sparse_ring.cost`. The rule is followed link by link: the
-    density of a sum by equation 7, calibrated by each record that crosses the link
-    (`link_density`).
+    SpCCL's equations 3 to 6 as in `sparse_ring.cost`. The density on each link follows equation 7,
+    calibrated by each record that crosses the link (`link_density`).
     """
     intra, inter, gather = run.options.ring_densities()
     own = run.messages(SCHEME.message_format(run.options))
     form = run.sum_format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
     if not run.scatter:
+        # Quantised sums never go dense, as in `adaptive_ring`.
         goes_dense_n = (density_n >= gather) & (run.options.given_sum_bits is None)
         ring_gather_sums_cost(run, goes_dense_n, run.gathered_sums(run.options.format))
 

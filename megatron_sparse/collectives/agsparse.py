@@ -1,4 +1,4 @@
-"""AGsparse: every rank sends its sparse message to every other, and each adds them all up.
+"""AGsparse: every rank sends its sparse message to every other rank, and adds up all n messages.
 
 The all-gather of SparCML (Renggli et al. 2019, section 5.3) and of PyTorch's sparse all-reduce.
 Only the ranks' own messages travel, never partial sums, which have more non-zero elements (fill-in)
@@ -62,21 +62,21 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     transport, sums = exchange.transport, SparseSum(exchange, message)
     if message.slots is not None and transport.communicator is not None:
         # `scheme.nccl_engine`: the same rounds and the same bits, in one call of C++.
-        by_owners, communicator = exchange.scatters, transport.communicator
-        return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=by_owners))
+        engine, by_owners = transport.communicator, exchange.scatters
+        return (yield from sum_in_one_call(NAME, sums, engine, by_owners=by_owners))
     if exchange.scatters:
         return (yield from reduce_shards(NAME, sums))
     identity = Identity.of_message(NAME, exchange, message)
     group = group_of(identity, message, transport)
     n, rank, whole = group.world_size, group.rank, whole_cut(message.layout)
-    sizes = [message.nbytes] * n  # of messages in slots: the same on every rank
-    if message.slots is None:
-        small = message.nbytes <= SMALL_BYTES
+    sizes = [message.nbytes] * n  # in capacity mode: the same on every rank
+    if message.slots is None:  # not in capacity mode
+        small = message.nbytes <= SMALL_BYTES  # then the next bucket may post meanwhile
         table = yield from exchange_sizes([message.nbytes], identity, transport, unordered=small)
         sizes = [row[0] for row in table]
         check_announced(sizes, [whole] * n, message.value_dtype)
     own = message.buffer[: message.nbytes]
-    sizes[rank] = 0  # this rank's own message is added where it lies
+    sizes[rank] = 0  # this rank's own message is added from its own buffer
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = own
     yield from pairwise_all_to_all([own] * n, received, group, last=True)
@@ -86,11 +86,11 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """The predicted time: runs the same rounds on the modelled clocks of `run`.
+    """Predicts the time of `agsparse`: runs its rounds on the modelled clocks of `run`.
 
-    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement,
-    and the additions. Each message is priced as an addition of its own, which is too much for those
-    that find the sum in a cache. A reduce-scatter is `split_cost`.
+    With n ranks and messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the
+    agreement and the additions. Each message is priced as an addition of its own; one that finds
+    the sum in a cache takes less. A reduce-scatter is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -99,12 +99,12 @@ def cost(run: DryRun) -> None:
     if not run.has_slots:
         run.agree()
     density = float(run.densities.whole(1))  # of one message
-    # Uncut messages: one piece, whose density is the message's or, in capacity mode, its slots'.
-    nbytes = float(record_format.nbytes(run.piece(), run.message_density()[0], run.b))
+    whole, (sent_density,) = run.piece(), run.message_density()  # in capacity mode the slots'
+    nbytes = float(record_format.nbytes(whole, sent_density, run.b))
     run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])  # step, bytes, local work
     # The first of the n messages is written, the others are added to it.
-    first_s = record_format.seconds(CodecOp.DECODE, run.piece(), density, run.b)
-    addition_s = record_format.seconds(CodecOp.DECODE_ADD, run.piece(), density, run.b)
+    first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
+    addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
     run.work(float(first_s + (run.n - 1) * addition_s))
 
 

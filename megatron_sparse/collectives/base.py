@@ -1,4 +1,11 @@
-"""Shared parts of collectives: steps, exchanges, and the agreement that precedes each exchange."""
+"""Shared parts of collectives: their arguments, the agreement, and messages between ranks.
+
+- The *agreement* opens a collective: an all-gather in which every rank sends a fingerprint of what
+  it takes part in (`Identity`) and the sizes of its coming messages.
+- To *post* an operation is to hand it to gloo or NCCL, which returns a `Work` to wait for.
+- `POSTED` and `UNORDERED` (`Marker`) tell the thread that drives a collective when the next
+  bucket's collective may post.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +47,21 @@ Phase = Generator[Yielded, None, None]
 
 
 def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None, T]:
-    """A collective, or a stage of a job, without what it yields of a kind.
+    """Runs a collective, or a stage of a job, and drops the values of one type that it yields.
 
     Args:
         steps: the collective, or the stage.
-        kind: `Marker`, where the job posts more after these steps, so that their `POSTED` would be
-            untrue (they must not yield `QUEUED`, which would be left out too); or `job.Gate`, where
-            the caller keeps the order of posts by another gate, or needs none.
+        kind: the type to drop. `Marker` where the job posts more messages after these steps, so
+            that their `POSTED` would be wrong (they must not yield `QUEUED`, which is dropped too).
+            `job.Gate` where another gate orders the job's posts, or they need no order.
     """
     while True:
         try:
-            outcome = next(steps)
+            yielded = next(steps)
         except StopIteration as end:
             return end.value
-        if not isinstance(outcome, kind):
-            yield outcome
+        if not isinstance(yielded, kind):
+            yield yielded
 
 
 Round = tuple[PeerTensors, PeerTensors]
@@ -76,10 +83,10 @@ class Exchange:
             messages are part of a collective's `Identity`.
         straggler: the rank of the group that is expected to come last to this bucket; None if no
             straggler is known. All ranks have agreed on it.
-        averages: gradients have not been divided, and the backend averages them: for `dense` and a
-            reduce-scatter only.
-        is_agreed: ranks have agreed about this bucket since compression is off: `dense` need not
-            agree again.
+        averages: the backend must average, because gradients have not been divided: for `dense` and
+            a reduce-scatter only.
+        is_agreed: ranks have agreed about this bucket since compression was switched off, so
+            `dense` skips the agreement.
     """
 
     bucket: Bucket
@@ -97,11 +104,11 @@ class Exchange:
         return self.bucket.op is CollectiveOp.REDUCE_SCATTER
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A buffer for work behind the gate, valid until the bucket's job ends.
+        """A buffer for the job's network and decoding stages, valid until the bucket's job ends.
 
-        On CUDA all buckets share it: that work follows on one stream, in the order of the launches
-        (`reduction.job`). On a CPU, and where a straggler is left behind, each bucket has its
-        own, because several are on their way.
+        On CUDA all buckets share one buffer for each purpose, because these stages run on one
+        stream, bucket after bucket (`reduction.job`). On a CPU, and with a straggler to skip, each
+        bucket has its own buffer, because several buckets are in flight at once.
         """
         device = self.bucket.grad_N.device
         shared = device.type == "cuda" and self.straggler is None
@@ -146,7 +153,7 @@ class Identity:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that two ranks share only if they agree."""
+        """A checksum of all fields: it differs between ranks that disagree."""
         bucket = self.bucket
         text = (
             f"{bucket.name}|{bucket.op}|{bucket.numel}|{self.scheme}|{self.value_dtype}|{self.step}"
@@ -155,10 +162,10 @@ class Identity:
 
     @property
     def tag(self) -> int:
-        """A tag for all pairwise messages of the collective.
+        """The tag of all pairwise messages of the collective.
 
-        Messages of ranks that disagree never meet: the ranks time out with an error that names the
-        bucket, and no buffer is overrun.
+        A message is received only under the sender's tag. So ranks that disagree time out, with an
+        error that names the bucket, and overrun no buffer.
         """
         return self.fingerprint & 0x7FFFFFFF  # a tag has 31 bits
 
@@ -170,10 +177,10 @@ class Identity:
     def row(
         self, sizes: Sequence[int], room: int, device: torch.device, count: int | None = None
     ) -> torch.Tensor:
-        """int64 words by which a rank shows that it takes part: fingerprint, at most `room` sizes.
+        """This rank's row of the agreement: fingerprint, checked count, and at most `room` sizes.
 
-        There are 2 + `room` words, zeros at the end. `count` is the number of sizes where all ranks
-        must have as many.
+        int64 [2 + `room`]; unused words are 0. `count` is len(sizes) where every rank must send the
+        same number of sizes (it is then part of the fingerprint), else None.
         """
         own = checksummed_row(self._word(count), sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
@@ -181,12 +188,9 @@ class Identity:
         return words.to(device)
 
     def read_row(self, words: Sequence[int], rank: int, count: int | None = None) -> list[int]:
-        """The sizes in a row that a rank has sent.
+        """Checks a row that `rank` has made with `row`, and returns its sizes.
 
-        Args:
-            words: the row, as received.
-            rank: the sender, for errors.
-            count: as in `row`; the sender's must be the same.
+        `count`: the number of sizes that the sender must have passed to `row`; None for any.
 
         Raises:
             CommunicationError: that rank takes part in another collective.
@@ -213,20 +217,17 @@ def exchange_sizes(
     *,
     unordered: bool = False,
 ) -> Generator[Yielded, None, list[list[int]]]:
-    """Sends every rank the sizes of this rank's coming messages: 8 (2 + n) bytes for n sizes.
+    """The agreement: all-gathers identities and the sizes of coming messages; returns them by rank.
 
-    All rows have the same length in every collective, for any number of sizes: gloo ends a process
-    that gathers rows of another size than its peers.
+    A rank sends 8 (2 + max(n, 2)) bytes, for n ranks and any number of sizes, because gloo ends a
+    process whose row has another length than its peers'.
 
     Args:
-        sizes: at most one for each rank, or two; the same count on every rank.
+        sizes: at most max(n, 2), the same count on every rank.
         identity: of the collective; it must be the same on every rank.
-        transport: moves the message; on CUDA the result is read on the host.
-        unordered: after this the collective sends small messages with its own tag only, which may
-            mix with other buckets': on a CPU the next bucket may agree meanwhile.
-
-    Returns:
-        Each rank's `sizes`.
+        transport: moves the rows; on CUDA the host waits for the result.
+        unordered: the collective's later messages are small and carry its own tag. So on a CPU the
+            next bucket may post its agreement while this one is in flight.
 
     Raises:
         CommunicationError: a rank has another identity or number of sizes.
@@ -255,14 +256,9 @@ class Subgroup:
     Attributes:
         rank: this rank's number in the subgroup.
         world_size: ranks in the subgroup.
-        ranks: the transport's number of each.
+        ranks: the transport's rank of each number in the subgroup; this rank is one of them.
         sent_bytes: what this rank has sent through the subgroup.
-        tag: of its messages.
-
-    Args:
-        transport: moves the bytes.
-        ranks: the transport's ranks that take part; this rank is one of them.
-        tag: of the collective (`Identity.tag`).
+        tag: of its messages (`Identity.tag`).
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int], tag: int) -> None:
@@ -274,12 +270,9 @@ class Subgroup:
         self.tag = tag
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, *, last: bool = False) -> Phase:
-        """`Transport.exchange` in the subgroup's numbers; waits for it.
+        """Runs one round of sends and receives, with peers by their numbers in the subgroup.
 
-        Args:
-            sends: (peer, contiguous tensor) each.
-            receives: (peer, contiguous tensor) each.
-            last: this rank will post nothing more in the whole collective.
+        `last`: this rank will post nothing more in the whole collective.
         """
         yield from self.in_rounds([(sends, receives)], last=last)
 
@@ -291,18 +284,18 @@ class Subgroup:
         independent: bool = False,
         last: bool = False,
     ) -> Phase:
-        """Exchanges that follow one another, with local work while they are on their way.
+        """Runs rounds of sends and receives one after the other, with local work in between.
 
-        On gloo over TCP, senders that meet at one receiver slow one another down; one exchange at a
-        time keeps every port at full rate. Small `independent` ones are posted at once; on CUDA all
-        exchanges are, and `independent` ones are one call: NCCL serves all peers of a call
-        together, and a call costs the host more than its messages do.
+        - gloo: each round is posted when the one before has arrived. Over TCP, senders that share a
+          receiver slow one another down. Small `independent` rounds are all posted at the start.
+        - CUDA: all rounds are posted at the start, `independent` ones in one call: NCCL serves all
+          peers of a call together, and a call costs the host more time than its messages.
 
         Args:
-            rounds: a round may send what an earlier one received, unless they are `independent`.
-            meanwhile: called with i while round i is on its way, when all before it have arrived,
-                and with the number of rounds at the end.
-            independent: no round sends or overwrites what another one receives or sends.
+            rounds: one may send what an earlier one received, unless they are `independent`.
+            meanwhile: called with i while round i is in flight and all rounds before it have
+                arrived; at the end with the number of rounds.
+            independent: no round sends or overwrites what another round receives or sends.
             last: this rank will post nothing more in the whole collective.
         """
         on_cuda = self._transport.device.type == "cuda"
@@ -310,18 +303,17 @@ class Subgroup:
         if in_one_call:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
-        # Only over gloo: on virtual ranks each exchange stays a round, as its scheme is priced.
+        # Not on virtual ranks: there each round takes its own time, as in the schemes' costs.
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
         sent_bytes = sum(values.nbytes for sends, _ in rounds for _, values in sends)
-        small = independent and over_gloo and sent_bytes <= SMALL_BYTES
-        at_once = on_cuda or small
-        # Small rounds are all posted along with the first one.
-        last_posts = 0 if small else len(rounds) - 1
+        is_small = independent and over_gloo and sent_bytes <= SMALL_BYTES
+        posts_all = on_cuda or is_small  # in the first iteration
+        last_posting = 0 if is_small else len(rounds) - 1
         posted: list[Work] = []
         for number in range(len(rounds)):
-            due = len(rounds) if at_once else number + 1  # rounds that are posted by now
-            posted += [self.post(*following) for following in rounds[len(posted) : due]]
-            if last and number == last_posts:
+            end = len(rounds) if posts_all else number + 1
+            posted += [self.post(*each) for each in rounds[len(posted) : end]]
+            if last and number == last_posting:
                 yield POSTED
             if meanwhile is not None:
                 meanwhile(number)
@@ -332,7 +324,7 @@ class Subgroup:
     def _in_one(
         self, rounds: Sequence[Round], meanwhile: Callable[[int], None] | None, *, last: bool
     ) -> Phase:
-        """`in_rounds` with all rounds in one exchange: all messages have arrived at its end."""
+        """`in_rounds` with all rounds in one exchange, whose messages arrive together."""
         sends_by_round, receives_by_round = zip(*rounds, strict=True)
         sends, receives = [*chain(*sends_by_round)], [*chain(*receives_by_round)]
         work = self.post(sends, receives)
@@ -341,13 +333,13 @@ class Subgroup:
         if meanwhile is None:
             yield work
             return
-        meanwhile(0)
+        meanwhile(0)  # no round has arrived yet
         yield work
-        for arrived in range(1, len(rounds) + 1):
+        for arrived in range(1, len(rounds) + 1):  # the caller expects one call for each round
             meanwhile(arrived)
 
     def post(self, sends: PeerTensors, receives: PeerTensors) -> Work:
-        """`Transport.exchange` in the subgroup's numbers; does not wait for it."""
+        """Posts one round, with peers by their numbers in the subgroup; does not wait for it."""
         self.sent_bytes += sum(values.nbytes for _, values in sends)
         return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],
@@ -362,9 +354,9 @@ def whole_group(transport: Transport, tag: int) -> Subgroup:
 
 
 def even_cuts(numel: int, pieces: int) -> list[int]:
-    """Offsets that cut `numel` elements into pieces as even as can be.
+    """The pieces + 1 offsets that cut `numel` elements into nearly equal pieces.
 
-    Where they divide evenly these are the shards of a reduce-scatter.
+    If `pieces` divides `numel`, the pieces are the shards of a reduce-scatter.
 
     Example:
         >>> even_cuts(7, 3)

@@ -19,7 +19,7 @@ COUNT_BITS = 32
 
 
 def checksummed_size(size: int) -> int:
-    """The word that carries a size.
+    """Packs a size and its 15-bit checksum into one non-negative int64 word.
 
     Example:
         >>> verified_size(checksummed_size(4096), rank=1)
@@ -30,14 +30,10 @@ def checksummed_size(size: int) -> int:
 
 
 def verified_size(word: int, rank: int) -> int:
-    """The size that a word carries.
-
-    Args:
-        word: as received.
-        rank: the sender, for the error's text.
+    """Unpacks a word that `rank` has made with `checksummed_size`.
 
     Raises:
-        WireFormatError: it is damaged.
+        WireFormatError: the size does not fit its checksum.
     """
     size = word % 2**SIZE_BITS
     if checksummed_size(size) != word:
@@ -53,17 +49,16 @@ def checksummed_row(fingerprint: int, sizes: Sequence[int]) -> list[int]:
 
 
 def verified_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
-    """Returns the fingerprint and the sizes that a row's words carry.
+    """Checks a row from `rank`: fingerprint, count with a checksum, sizes, and unused words.
 
-    Args:
-        words: as received; words after the last size are ignored.
-        rank: the sender, for the error's text.
+    Returns (fingerprint, sizes).
 
     Raises:
-        WireFormatError: they are damaged.
+        WireFormatError: the words do not fit their checksum.
     """
     fingerprint, count = words[0], words[1] % 2**COUNT_BITS
     sizes = list(words[2 : 2 + count])
+    # A damaged count may be larger than the row is long.
     if len(sizes) != count or checksummed_row(fingerprint, sizes)[1] != words[1]:
         raise wrong_field(rank, "agreement", "words that fit their check", f"{count} sizes")
     return fingerprint, sizes

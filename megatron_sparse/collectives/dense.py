@@ -32,9 +32,9 @@ from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
-    """Sums `values_N` over all ranks into `exchange.bucket`, or averages it as `exchange` says.
+    """Sums `values_N` over all ranks into `exchange.bucket`; averages if `exchange.averages`.
 
-    Returns the bytes of a ring: its reduce-scatter, and for an all-reduce its all-gather too.
+    Returns the bytes that a rank would send in a ring: the backend does not report its own.
 
     Args:
         exchange: the bucket, and the means to synchronise it.
@@ -48,22 +48,22 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     if _needs_fp32_sums(bucket, values_N.dtype):
         return (yield from dense_allpairs(exchange, values_N, step))
     if transport.device.type == "cpu" and not exchange.is_agreed:
-        # There are no sizes: ranks find out whether they agree about the bucket.
+        # Every rank knows the sizes: the agreement only compares identities.
         identity = Identity.of_values("dense", exchange, values_N, step)
         yield from exchange_sizes([], identity, transport)
     if exchange.scatters:
-        summed = bucket.shard(transport.rank)  # where the sum will be in `values_N`
+        summed = bucket.shard(transport.rank)  # the elements of `values_N` that receive the sum
         work = transport.reduce_scatter(values_N[summed], values_N, average=exchange.averages)
     else:
         summed = slice(None)
         work = transport.all_reduce_(values_N)
     yield POSTED
     yield work
-    if values_N is not bucket.grad_N:
+    if values_N is not bucket.grad_N:  # a narrower copy of the gradient
         with exchange.timer.stage("decode"):
             bucket.grad_N[summed].copy_(values_N[summed])
-    halves = 1 if exchange.scatters else 2
-    return halves * (transport.world_size - 1) * values_N.nbytes // transport.world_size
+    passes = 1 if exchange.scatters else 2  # a reduce-scatter, and an all-gather
+    return passes * (transport.world_size - 1) * values_N.nbytes // transport.world_size
 
 
 def _needs_fp32_sums(bucket: Bucket, value_dtype: torch.dtype) -> bool:
@@ -73,14 +73,11 @@ def _needs_fp32_sums(bucket: Bucket, value_dtype: torch.dtype) -> bool:
 
 
 def cost(run: DryRun) -> None:
-    """The backend's own collective, as a ring over its measured link (`ClusterModel.dense`).
+    """Predicts the time of the backend's own collective: a ring over the link `ClusterModel.dense`.
 
     With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
     of SpCCL and of PCCL, twice). A reduce-scatter takes half. On CPU the ranks agree first, as in
-    `dense`.
-
-    A dense plan selects nothing. It sends gradient and residual whole (`Selector.take_whole`),
-    which is free while there is no residual.
+    `dense`. Adding the residual to the gradient (`Selector.take_whole`) is not priced.
     """
     if run.cluster.device == "cpu":
         run.agree()

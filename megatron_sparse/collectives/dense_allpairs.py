@@ -33,7 +33,7 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     pieces = [values_N[cuts[i] : cuts[i + 1]] for i in range(n)]
     own = pieces[rank]
 
-    # Rank i receives all ranks' parts of piece i, and adds them.
+    # Phase 1. Rank i receives all ranks' parts of piece i, and adds them.
     parts = exchange.take("parts", len(peers) * own.numel(), own.dtype)
     received = dict(zip(peers, parts.view(len(peers), own.numel()), strict=True))
     yield from group.exchange(
@@ -41,15 +41,16 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     )
     first, *others = [received.get(sender, own) for sender in range(n)]
     with exchange.timer.stage("decode"):
-        sum_M = first  # where parts are fp32 the sum replaces the first one, received or own
+        sum_M = first  # fp32 parts are added up in place, in the memory of rank 0's part
         if own.dtype != torch.float32:
             sum_M = exchange.take("piece", own.numel(), torch.float32).copy_(first)
         for part in others:
             sum_M.add_(part)
-        store(bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own, sum_M)
+        result_M = bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own
+        store(result_M, sum_M)
     if scatter:
         return group.sent_bytes
-    # `own` holds the sum of its piece now: every rank sends it to all others.
+    # Phase 2. `own` now holds the sum of its piece: every rank sends it to all others.
     yield from group.exchange(
         [(peer, own) for peer in peers], [(peer, pieces[peer]) for peer in peers], last=True
     )
@@ -58,11 +59,11 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
 
 
 def cost(run: DryRun) -> None:
-    """All pieces at once, twice; the n parts of a piece are added in between.
+    """Predicts the time of two rounds, in each of which every rank sends all pieces at once.
 
     With s = N b bytes: 2 alpha + 2 (n - 1) / n s beta. A reduce-scatter takes the first half.
-    Local work on top: n - 1 additions of one piece and a copy of it; where values are narrower than
-    fp32, two copies.
+    Added, between the rounds: n - 1 additions of one piece, and one copy of it; two copies where
+    values are narrower than fp32.
     """
     numel = run.shape.numel / run.n
     run.clocks.everybody_at_once(numel * run.b)

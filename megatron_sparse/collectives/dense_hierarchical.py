@@ -54,7 +54,7 @@ from megatron_sparse.transport.topology import members_of
 
 
 class Lanes:
-    """The place of each rank: its node, its lane and its guests.
+    """The node and the lane of each rank: rank number l of a node has lane l, or folds into one.
 
     Attributes:
         members: for each node its ranks, ascending.
@@ -69,9 +69,10 @@ class Lanes:
         self.members = members_of(nodes)
         self.count = min(map(len, self.members))
         self.node = sorted(set(nodes)).index(nodes[rank])
-        place = self.members[self.node].index(rank)
-        self.lane = place % self.count
-        self.is_surplus = place >= self.count
+        number_in_node = self.members[self.node].index(rank)
+        self.lane = number_in_node % self.count
+        self.is_surplus = number_in_node >= self.count
+        # The first owner is the lane's own rank.
         self.guests = [] if self.is_surplus else self.owners(self.lane, self.node)[1:]
 
     def owners(self, lane: int, node: int) -> list[int]:
@@ -89,10 +90,10 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
-    cuts = piece_cuts(bucket, order)
+    cuts = piece_cuts(bucket, order)  # k pieces for each lane, lane by lane
     shards = shards_of(bucket, order)
     if scatter:
-        values_N = _shuffled(exchange, values_N, [*shards])
+        values_N = _shuffled(exchange, values_N, owners=[*shards])
     tag = Identity.of_values("dense_hierarchical", exchange, values_N, step).tag
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     accumulator = Accumulator(exchange, values_N)
@@ -103,9 +104,10 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
         folding = Folding(across)
-        lane_cuts = cuts[::k]  # of the parts of all lanes
-        node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of this lane's pieces
-        ends = scatter and not lanes.guests  # nothing follows phase 2
+        lane_cuts = cuts[::k]  # borders of the lanes' parts
+        node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of the pieces of this lane
+        # Phases 1 and 2. `ends`: this rank posts nothing after phase 2; later, after phase 4.
+        ends = scatter and not lanes.guests
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
         yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)
         if scatter:
@@ -113,7 +115,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         else:
             start, stop = folding.block(node_cuts)
             store(values_N[start:stop], accumulator.sum_N[start:stop])
-            ends = not lanes.guests  # nothing follows phase 4
+            ends = not lanes.guests
             yield from double(values_N, node_cuts, folding, last=ends and lanes.count == 1)
             yield from ring_all_gather(values_N, lane_cuts, ring, last=ends)
         sent_bytes = ring.sent_bytes + across.sent_bytes
@@ -129,7 +131,11 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
 
 
 def piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
-    """Offsets of the pieces of each lane on each node, in the order of `Lanes.order`."""
+    """Offsets that cut a bucket into one piece for each lane of each node, lane by lane.
+
+    In a reduce-scatter a piece consists of its owners' shards. `order` is `Lanes.order`: the owners
+    of each piece.
+    """
     if bucket.op is CollectiveOp.ALL_REDUCE:
         return even_cuts(bucket.numel, len(order))
     shard_numel = bucket.numel // bucket.world_size
@@ -143,11 +149,11 @@ def shards_of(bucket: Bucket, order: Sequence[Sequence[int]]) -> dict[int, slice
 
 
 def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> torch.Tensor:
-    """A copy of the values whose shards lie in the order of `owners`."""
+    """A copy of the values with the shards in the order of `owners`, a list of all ranks."""
     bucket = exchange.bucket
     shuffled_N = exchange.take("shuffled", bucket.numel, values_N.dtype)
     with exchange.timer.stage("encode"):
-        # One operation, not one for each of a thousand shards.
+        # One operation, because there may be a thousand shards.
         order = codec_cuda.on_device(torch.tensor(owners), values_N.device)
         shape = (len(owners), bucket.numel // len(owners))
         torch.index_select(values_N.view(shape), 0, order, out=shuffled_N.view(shape))
@@ -157,7 +163,8 @@ def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> 
 def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup) -> Phase:
     """Surplus ranks send all their values to their lane's rank, which adds them.
 
-    `inside` are the ranks of the node: rank number i of it has lane i, those behind have none.
+    `inside` is the group of the node's ranks: number i has lane i, numbers from `lanes.count` on
+    are surplus.
     """
     numel = accumulator.sum_N.numel()
     if lanes.is_surplus:
@@ -169,12 +176,10 @@ def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup) -> Phase:
 
 
 def unfold(result_of: Callable[[int], torch.Tensor], lanes: Lanes, inside: Subgroup) -> Phase:
-    """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32.
+    """Sends each surplus rank its result from its lane's rank: the whole sum, or its shard in fp32.
 
-    Args:
-        result_of: takes a rank; returns where its result lies here.
-        lanes: of this rank.
-        inside: as in `_fold`.
+    `result_of` takes a surplus rank and returns the tensor in which this rank has that rank's
+    result (if it sends it) or receives it. `inside`: the group of the node's ranks, as in `_fold`.
     """
     if lanes.is_surplus:
         own = result_of(inside.ranks[inside.rank])
@@ -185,46 +190,47 @@ def unfold(result_of: Callable[[int], torch.Tensor], lanes: Lanes, inside: Subgr
 
 
 def cost(run: DryRun) -> None:
-    """Rings within nodes, halving and doubling between them (PCCL, section 4.1).
+    """Predicts the time of rings in nodes, halving and doubling between them (PCCL, section 4.1).
 
     With s = N b bytes, m lanes and k nodes: 2 (m - 1) alpha + 2 (m - 1) / m s beta on the links
-    inside a node, and 2 log2 k alpha + 2 (k - 1) / (m k) s beta on those between nodes. A
+    inside a node, and 2 log2 k alpha + 2 (k - 1) / (m k) s beta on the links between nodes. A
     reduce-scatter takes half. Added: the additions, the shuffle of a reduce-scatter, and the rounds
-    in which surplus ranks, the guests, fold into a lane.
+    in which surplus ranks (guests) fold into a lane.
     """
     sizes = run.clocks.topology.node_sizes
     lanes, nodes = min(sizes), len(sizes)
-    guests = max(sizes) - lanes
+    guests = max(sizes) - lanes  # of the largest node
     numel = run.shape.numel
     if run.scatter:
-        run.work(run.plain(CodecOp.COPY, numel))
+        run.work(run.plain(CodecOp.COPY, numel))  # the shuffle
     intra = run.clocks.topology.intra
     most_guests = -(-guests // lanes)  # of one lane, rounded up
     if guests:
-        # A lane takes its guests one after another.
+        # A lane adds its guests' values one guest after another.
         run.clocks.work(most_guests * (intra.alpha_s + intra.beta_s * numel * run.p))
         run.work(most_guests * run.plain(CodecOp.ADD, numel))
     node = run.node(lanes)
     inside = run.part(run.shape, node)
-    ring_reduce_scatter_cost(inside, numel)
+    ring_reduce_scatter_cost(inside, numel)  # phase 1
     run.clocks.wait_for(inside.clocks)
-    # Lane 0 has the most guests; in a reduce-scatter their shards are in its part.
-    shards_of_lane_0 = [-(-size // lanes) if run.scatter else 1 for size in sizes]
-    part = numel / (run.n if run.scatter else lanes * nodes)
-    offsets = [part * count for count in accumulate(shards_of_lane_0, initial=0)]
+    # The slowest lane decides: lane 0. It has the most guests, and in a reduce-scatter each of its
+    # pieces, one a node, has the shards of its owners; in an all-reduce pieces are equal.
+    units_by_node = [-(-size // lanes) if run.scatter else 1 for size in sizes]
+    unit_numel = numel / (run.n if run.scatter else lanes * nodes)
+    offsets = [unit_numel * units for units in accumulate(units_by_node, initial=0)]
     shape = BucketShape(
         round(offsets[-1]), 0, run.b, run.shape.op, world_size=nodes, partial_bytes=run.p
     )
     across = run.part(shape, run.lane(lanes))
-    halving_doubling_cost(across, offsets)
+    halving_doubling_cost(across, offsets)  # phases 2 and 3
     run.clocks.wait_for(across.clocks)
-    if not run.scatter:
+    if not run.scatter:  # phase 4
         inside = run.part(run.shape, node)
         ring_all_gather_cost(inside, numel)
         run.clocks.wait_for(inside.clocks)
     if guests:
         nbytes = numel / run.n * run.p if run.scatter else numel * run.b
-        # All results are posted together: one latency.
+        # A lane posts the results of all its guests together: one latency.
         run.clocks.work(intra.alpha_s + most_guests * intra.beta_s * nbytes)
 
 

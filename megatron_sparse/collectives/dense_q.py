@@ -30,17 +30,18 @@ NAME = "dense_q"
 def dense_q(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
+    Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce.
     """
     return (yield from reduce_shards(NAME, SparseSum(exchange, message, whole=True)))
 
 
 def cost(run: DryRun) -> None:
-    """`direct.cost` with messages of q + 1/4 bits an element, and dense sums."""
+    """`direct.cost` with messages that hold every element in q bits (+ 1/4), and dense sums."""
     split_cost(run, run.whole_messages())
     if not run.scatter:
-        sum_n = run.densities.shards(run.n, run.n)
-        spread_sums_cost(run, run.whole_sums(), sum_n, sum_n)
+        sum_density_n = run.densities.shards(run.n, run.n)
+        # The same twice: there is no capacity mode, whose slots would have another density.
+        spread_sums_cost(run, run.whole_sums(), sum_density_n, sum_density_n)
 
 
 SCHEME = Scheme(

@@ -38,7 +38,8 @@ def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     folding = Folding(group)
     cuts = even_cuts(bucket.numel, group.world_size)
     accumulator = Accumulator(exchange, values_N)
-    yield from halve(accumulator, cuts, folding, last=scatter and not folding.folds)
+    ends = scatter and not folding.folds  # neither doubling nor unfolding follows
+    yield from halve(accumulator, cuts, folding, last=ends)
     if scatter:
         yield from unfold_pieces(accumulator, cuts, folding, last=True)
         own = slice(cuts[group.rank], cuts[group.rank + 1])
@@ -65,8 +66,8 @@ class Folding:
         group: the group.
         leads: see `leads_of`.
         index: this rank's number among the active ones; for a folded rank, that of its partner.
-        folded: whether this rank sits out.
-        guest: the rank that folds into this one, if any.
+        folded: whether this rank sits out, after it has sent its values to the rank before it.
+        guest: the rank that folds into this one; None if there is none.
         folds: whether any rank of the group is folded.
 
     Example:
@@ -78,8 +79,9 @@ class Folding:
         self.leads = leads_of(group.world_size)
         surplus = group.world_size - self.active
         self.folded = group.rank not in self.leads
-        partner = group.rank - 1 if self.folded else group.rank
-        self.index = self.leads.index(partner)
+        lead = group.rank - 1 if self.folded else group.rank
+        self.index = self.leads.index(lead)
+        # The first `surplus` active ranks have a guest each.
         has_guest = self.index < surplus and not self.folded
         self.guest = group.rank + 1 if has_guest else None
         self.folds = surplus > 0
@@ -101,9 +103,10 @@ class Folding:
 
 
 def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
-    """Leaves the sum of this rank's block in the accumulator; folded ranks only send.
+    """Fold and halving: leaves the sum of this rank's block in the accumulator.
 
-    `last` must be false where ranks are folded, because `unfold_pieces` or `double` follows.
+    `cuts` are the n + 1 offsets of the ranks' pieces. `last`: this rank will post nothing more; it
+    must be false where ranks are folded, because `unfold_pieces` or `double` follows.
     """
     group, whole = folding.group, (cuts[0], cuts[-1])
     if folding.folded:
@@ -113,7 +116,7 @@ def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: 
         received = accumulator.incoming(whole[1] - whole[0])
         yield from group.exchange([], [(folding.guest, received)])
         accumulator.add(*whole, received)
-    first, stop = 0, folding.active
+    first, stop = 0, folding.active  # the blocks that this rank still sums up
     while stop - first > 1:
         distance = (stop - first) // 2
         middle = first + distance
@@ -123,21 +126,21 @@ def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: 
         else:
             partner, keep, give = folding.index - distance, upper, lower
         peer = folding.leads[partner]
-        kept = folding.span(cuts, *keep)
-        received = accumulator.incoming(kept[1] - kept[0])
+        own_span, peer_span = folding.span(cuts, *keep), folding.span(cuts, *give)
+        received = accumulator.incoming(own_span[1] - own_span[0])
         yield from group.exchange(
-            [(peer, accumulator.outgoing(*folding.span(cuts, *give)))],
+            [(peer, accumulator.outgoing(*peer_span))],
             [(peer, received)],
             last=last and distance == 1,
         )
-        accumulator.add(*kept, received)
+        accumulator.add(*own_span, received)
         first, stop = keep
 
 
 def unfold_pieces(
     accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool
 ) -> Phase:
-    """Gives each folded rank the sum of its own piece. Does nothing if no rank is folded."""
+    """Unfold of a reduce-scatter: sends each folded rank the sum of its own piece."""
     if not folding.folds:
         return
     group = folding.group
@@ -151,11 +154,12 @@ def unfold_pieces(
     if folding.guest is not None:
         piece = accumulator.outgoing(cuts[folding.guest], cuts[folding.guest + 1])
         sends = [(folding.guest, piece)]
+    # Without a guest this only yields `POSTED` if `last`.
     yield from group.exchange(sends, [], last=last)
 
 
 def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
-    """Spreads every active rank's block to all ranks, in place."""
+    """Doubling and unfold: spreads every active rank's block of `values_N` to all, in place."""
     group, whole = folding.group, slice(cuts[0], cuts[-1])
     if folding.folded:
         yield from group.exchange([], [(group.rank - 1, values_N[whole])], last=last)
@@ -163,21 +167,21 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
     distance = 1
     while distance < folding.active:
         partner = folding.index ^ distance
-        # Both hold as many blocks as the distance is, from a multiple of it on.
+        # Each of the two holds `distance` blocks; the first one's number is a multiple of it.
         own = folding.index // distance * distance
-        other = partner // distance * distance
+        theirs = partner // distance * distance
         own_M = values_N[slice(*folding.span(cuts, own, own + distance))]
-        other_M = values_N[slice(*folding.span(cuts, other, other + distance))]
+        theirs_M = values_N[slice(*folding.span(cuts, theirs, theirs + distance))]
         peer = folding.leads[partner]
         distance *= 2
         ends = distance == folding.active and folding.guest is None
-        yield from group.exchange([(peer, own_M)], [(peer, other_M)], last=last and ends)
+        yield from group.exchange([(peer, own_M)], [(peer, theirs_M)], last=last and ends)
     if folding.guest is not None:
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
 
 
 def cost(run: DryRun) -> None:
-    """Recursive halving, then doubling.
+    """Predicts the time of recursive halving, then doubling.
 
     With s = N b bytes: 2 log2 n alpha + 2 (n - 1) / n s beta (PCCL, section 2.2). A reduce-scatter
     takes the first half. Added: the addition of a piece in each halving round; and, where n is no
@@ -189,18 +193,18 @@ def cost(run: DryRun) -> None:
 def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
     """Runs the rounds of `dense_rhd` on the clocks, on pieces with these n + 1 offsets.
 
-    Arrays have an entry for each rank; a target of -1 means that the rank sends nothing.
+    Arrays with suffix n have an entry for each rank; the target -1 means: sends nothing.
     """
     n, ranks = run.n, np.arange(run.n)
-    active = 1 << (n.bit_length() - 1)
+    active = 1 << (n.bit_length() - 1)  # the largest power of two up to n
     surplus = n - active
-    leads = np.array(leads_of(n))
-    hosts, guests = leads[:surplus], leads[:surplus] + 1  # each guest folds into its host
-    to_lead_n, from_lead_n = np.full(n, -1), np.full(n, -1)
-    to_lead_n[guests], from_lead_n[hosts] = hosts, guests
+    leads = np.array(leads_of(n))  # the active ranks
+    folded_into, folded = leads[:surplus], leads[:surplus] + 1
+    fold_to_n, unfold_to_n = np.full(n, -1), np.full(n, -1)
+    fold_to_n[folded], unfold_to_n[folded_into] = folded_into, folded
     cuts = np.array(offsets)
     numel = float(cuts[-1])
-    # The number among the active ranks; of a folded rank, that of its host.
+    # Number among the active ranks: for a folded rank, of the rank that it folds into.
     index_n = np.searchsorted(leads, ranks, side="right") - 1
     is_active_n = np.isin(ranks, leads)
 
@@ -208,34 +212,35 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         """For each rank its partner at this distance; -1 for folded ranks."""
         return np.where(is_active_n, leads[index_n ^ distance], -1)
 
-    def block(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Elements of the blocks `first` to `last`, the latter not included, for each rank."""
-        return cuts[leads[last]] - cuts[leads[first]]
+    def numel_of(first_n: np.ndarray, distance: int) -> np.ndarray:
+        """For each rank, the elements of `distance` blocks, from block number `first_n` on."""
+        return cuts[leads[first_n + distance]] - cuts[leads[first_n]]
 
-    if surplus:
-        run.exchange(to_lead_n, numel * run.p)
-        run.work(np.isin(ranks, hosts) * run.plain(CodecOp.ADD, numel))
+    if surplus:  # fold
+        run.exchange(fold_to_n, numel * run.p)
+        run.work(np.isin(ranks, folded_into) * run.plain(CodecOp.ADD, numel))
     distance = active // 2
-    while distance:
-        # Each gives the blocks that the partner keeps, and adds those that it keeps itself.
-        theirs = (index_n ^ distance) // distance * distance
-        own = index_n // distance * distance
-        run.exchange(partners(distance), block(theirs, theirs + distance) * run.p)
-        added = block(own, own + distance).max()
-        run.work(is_active_n * run.plain(CodecOp.ADD, float(added)))
+    while distance:  # halving
+        # Each rank sends the blocks that its partner keeps, and adds to the blocks that it keeps.
+        theirs_n = (index_n ^ distance) // distance * distance
+        own_n = index_n // distance * distance
+        run.exchange(partners(distance), numel_of(theirs_n, distance) * run.p)
+        most = numel_of(own_n, distance).max()  # all active ranks are charged for the most
+        run.work(is_active_n * run.plain(CodecOp.ADD, float(most)))
         distance //= 2
     if run.scatter:
         if surplus:
-            # A guest's piece; the bound is for the last rank, which sends nothing.
-            run.exchange(from_lead_n, np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
+            # The folded rank's piece. `minimum` keeps the index valid for the last rank, whose
+            # entry does not count: it sends nothing.
+            run.exchange(unfold_to_n, np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
         return
     distance = 1
-    while distance < active:
-        own = index_n // distance * distance
-        run.exchange(partners(distance), block(own, own + distance) * run.b)
+    while distance < active:  # doubling
+        own_n = index_n // distance * distance
+        run.exchange(partners(distance), numel_of(own_n, distance) * run.b)
         distance *= 2
-    if surplus:
-        run.exchange(from_lead_n, numel * run.b)
+    if surplus:  # unfold
+        run.exchange(unfold_to_n, numel * run.b)
 
 
 SCHEME = Scheme("dense_rhd", Input.DENSE, run=dense_rhd, place=30, cost=cost)

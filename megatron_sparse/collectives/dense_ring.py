@@ -43,9 +43,10 @@ def dense_ring(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
 def ring_reduce_scatter(
     accumulator: Accumulator, cuts: list[int], group: Subgroup, *, last: bool
 ) -> Phase:
-    """Leaves the sum of piece `group.rank` in the accumulator; the others hold partial sums."""
+    """Leaves the sum of piece `group.rank` in the accumulator; other pieces hold partial sums."""
     n, rank = group.world_size, group.rank
     for step in range(n - 1):
+        # The piece for the successor, and the piece from the predecessor.
         give, take = (rank - 1 - step) % n, (rank - 2 - step) % n
         start, stop = cuts[take], cuts[take + 1]
         received = accumulator.incoming(stop - start)
@@ -60,9 +61,10 @@ def ring_reduce_scatter(
 def ring_all_gather(
     values_N: torch.Tensor, cuts: list[int], group: Subgroup, *, last: bool
 ) -> Phase:
-    """Spreads piece `group.rank` of every rank's `values_N` to all, in place."""
+    """Spreads piece `group.rank` of each rank's `values_N` to all ranks, in place."""
     n, rank = group.world_size, group.rank
     for step in range(n - 1):
+        # A rank passes on the piece that it received in the step before, at first its own.
         give, take = (rank - step) % n, (rank - 1 - step) % n
         yield from group.exchange(
             [((rank + 1) % n, values_N[cuts[give] : cuts[give + 1]])],
@@ -72,7 +74,7 @@ def ring_all_gather(
 
 
 def cost(run: DryRun) -> None:
-    """Reduce-scatter round the ring, then all-gather round the ring.
+    """Predicts the time of the reduce-scatter and the all-gather round the ring.
 
     With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
     of SpCCL and of PCCL, twice). A reduce-scatter takes the first half. Added: the addition of one
@@ -84,10 +86,10 @@ def cost(run: DryRun) -> None:
 
 
 def ring_reduce_scatter_cost(run: DryRun, numel: float) -> None:
-    """Each of n - 1 rounds sends one piece and adds one piece."""
+    """Runs n - 1 rounds on the clocks of `run`: each sends and adds one of n pieces of `numel`."""
     addition_s = run.plain(CodecOp.ADD, numel / run.n)
     for _ in range(run.n - 1):
-        run.shift(-1, numel / run.n * run.p)  # to the successor
+        run.shift(-1, numel / run.n * run.p)  # rank r sends to rank r - (-1), its successor
         run.work(addition_s)
 
 

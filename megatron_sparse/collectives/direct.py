@@ -1,4 +1,4 @@
-"""Direct: the once-encoded bucket's shards are exchanged pairwise, added, and all-gathered.
+"""Direct: shards of the encoded messages are exchanged pairwise, added up, and all-gathered.
 
 ZEN's point-to-point with parallelism (its section on the schemes' design space), on the records as
 selection has encoded them. No sum fills in on the way. The scheme encodes one shard more than
@@ -11,8 +11,8 @@ Rank i adds the n records in rank order: the sum of a shard is made in one place
 All-reduce only: the sum is encoded once, in few bits with `scheme.sum_bits`, the sizes are
 all-gathered (as many bytes), and in phase 2, n - 1 rounds, each rank sends its sum to every other.
 
-In capacity mode all sizes are known. There is no agreement (the identity is in the tag of the
-messages and in the records' headers), and |sum_r| is the largest size that the sum can have.
+In capacity mode (`message.slots`) all sizes are known. There is no agreement (the identity is in
+the tag of the messages and in the records' headers), and |sum_r| is the largest size of the sum.
 
 Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
@@ -63,10 +63,10 @@ NAME = "direct"
 def direct(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
+    Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce.
     """
     sums, communicator = SparseSum(exchange, message), exchange.transport.communicator
-    if message.slots is not None and communicator is not None:
+    if message.slots is not None and communicator is not None:  # `scheme.nccl_engine`
         return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=True))
     return (yield from reduce_shards(NAME, sums))
 
@@ -74,13 +74,13 @@ def direct(exchange: Exchange, message: Message) -> Steps:
 def reduce_shards(
     scheme: str, sums: SparseSum, *, doubling: bool = False, dense: bool = False
 ) -> Steps:
-    """All of `direct`, or a scheme that differs from it in the kind of sum or in phase 2.
+    """Runs both phases of `direct`, with options for the schemes that differ in phase 2.
 
     Args:
         scheme: the name that ranks agree on.
-        sums: of the message. Mutated.
-        doubling: the sums are gathered by recursive doubling instead of pairwise.
-        dense: the sums travel dense.
+        sums: receives the sum; holds the exchange and this rank's message. Mutated.
+        doubling: gather the sums by recursive doubling instead of pairwise.
+        dense: gather the sums as dense records.
     """
     exchange, message = sums.exchange, sums.message
     identity = Identity.of_message(scheme, exchange, message)
@@ -91,25 +91,25 @@ def reduce_shards(
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
-    place = sums.placer(cuts, dense=dense)
+    write_sum = sums.placer(cuts, dense=dense)
     if doubling:
-        yield from doubling_all_gather(buffer, sizes, group, place)
+        yield from doubling_all_gather(buffer, sizes, group, write_sum)
     else:
         own_bytes = sizes[group.rank]
-        own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]
-        yield from pairwise_all_gather(own, room, sizes, group, place)
+        own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]  # may end before `buffer`
+        yield from pairwise_all_gather(own, room, sizes, group, write_sum)
     return group.sent_bytes
 
 
 def split(
     identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup, *, last: bool
 ) -> Phase:
-    """Leaves the sum of this rank's shard in `sums`: the agreement and phase 1.
+    """Runs the agreement and phase 1: leaves the sum of this rank's shard in `sums`.
 
     Args:
         identity: of the collective.
         cuts: the shard of each rank.
-        sums: of a message that is cut at their borders. Mutated.
+        sums: receives the sum; its message is cut at the borders of `cuts`. Mutated.
         group: the ranks of the transport of `sums.exchange`.
         last: this rank will post nothing more.
 
@@ -118,18 +118,18 @@ def split(
         WireFormatError: a peer's records are not what was announced.
     """
     n, rank, message = group.world_size, group.rank, sums.message
-    names = names_of(sums.exchange.transport)
+    names = names_of(sums.exchange.transport)  # the ranks' numbers in the whole group, for errors
     sent = message_parts(message, cuts)
     own_sizes = [records.numel() for records in sent]
-    sizes = [own_sizes[rank]] * n  # of messages in slots: the same on every rank
-    if message.slots is None:
-        small = last and sum(own_sizes) <= SMALL_BYTES
+    sizes = [own_sizes[rank]] * n  # in capacity mode: the same on every rank
+    if message.slots is None:  # not in capacity mode
+        small = last and sum(own_sizes) <= SMALL_BYTES  # then the next bucket may post meanwhile
         transport = sums.exchange.transport
         table = yield from exchange_sizes(own_sizes, identity, transport, unordered=small)
         sizes = [row[rank] for row in table]
         check_announced(sizes, [cuts[rank]] * n, message.value_dtype, names)
     received = list(sums.take("received", sum(sizes)).split(sizes))
-    received[rank] = sent[rank]
+    received[rank] = sent[rank]  # this rank's own shard is not sent
     yield from pairwise_all_to_all(sent, received, group, last=last)
     sums.add_messages(received, cuts[rank], names)
 
@@ -137,13 +137,13 @@ def split(
 def encode_own_shard(
     identity: Identity, cuts: Sequence[Cut], sums: SparseSum, *, dense: bool = False
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
-    """Encodes the sum of this rank's shard; if sizes are not fixed, sends its size to every rank.
+    """Encodes the sum of this rank's shard, and finds out the size of every rank's encoded sum.
 
-    `dense` records have fixed sizes, and so has every record in capacity mode.
+    Sizes are fixed for `dense` records and in capacity mode; else ranks all-gather them.
 
     Returns:
-        A buffer that begins with this rank's records and has room for those of all ranks; the size
-        of each rank's records.
+        (buffer, sizes): uint8, this rank's records followed by room for the other ranks' records;
+        bytes of each rank's records.
     """
     transport = sums.exchange.transport
     own_cut = cuts[transport.rank]
@@ -155,14 +155,14 @@ def encode_own_shard(
     slots_S = sums.slots_of_sum(own_cut)
     if slots_S is not None:  # capacity mode; the last offset is the end of the records
         offsets_by_cut = [sums.slots_of_sum(cut) for cut in cuts]
-        # Where one shard has slots all have: the test is for type checkers.
+        # No shard has None, since this one has not; type checkers need the test.
         sizes = [int(offsets[-1]) for offsets in offsets_by_cut if offsets is not None]
         buffer = sums.take("gathered", sum(sizes))
         sums.encode(own_cut, sums.gather_dtype, buffer, slots_S=slots_S)
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
-    # Short messages may mix with those of other buckets. Each rank decides about its own.
+    # Messages below this size may mix with the next bucket's. Ranks need not decide alike.
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
@@ -171,23 +171,27 @@ def encode_own_shard(
 
 
 def cost(run: DryRun) -> None:
-    """Contiguous shards to their owners, the owners' sums to every rank.
+    """Predicts the time of `direct`: shards go to their owners, the owners' sums to every rank.
 
-    ZEN's appendix B.1, the parameter server with contiguous shards: s times the (n - 1) / n (d + D)
-    2 M / B of ZEN's equation 1 (`zen.cost`), s being the skewness of the densest shard (definition
-    5). Here each shard has its own density instead. Added: bytes of the real records; n - 1 rounds
-    of alpha in each half; encoding, and adding one message after the other.
+    ZEN's appendix B.1, the parameter server with contiguous shards: the time of ZEN's equation 1
+    (`zen.cost`) times the skewness of the densest shard (definition 5). Here each shard has its own
+    density instead. Added: bytes of the real records; n - 1 rounds of alpha in each phase;
+    encoding, and adding one message after the other.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
     if not run.scatter:
-        sum_n = run.densities.shards(run.n, run.n)
-        spread_sums_cost(run, run.gathered_sums(), sum_n, run.sum_density(run.n))
+        sum_density_n = run.densities.shards(run.n, run.n)
+        spread_sums_cost(run, run.gathered_sums(), sum_density_n, run.sum_density(run.n))
 
 
 def split_cost(run: DryRun, form: RecordFormat) -> None:
-    """Agreement, n - 1 rounds of one shard each, and n additions (`direct.split`)."""
-    if not run.has_slots:
+    """Predicts the time of `split`: agreement, n - 1 rounds of one shard each, and n additions.
+
+    `form` is the format of the messages.
+    """
+    if not run.has_slots:  # in capacity mode there is no agreement
         run.agree()
+    # With `run.n` shards: a shard's elements, and the density of each shard's records.
     send_shards_cost(run, form.nbytes(run.piece(run.n), run.message_density(run.n), run.b))
     add_shards_cost(run, form, run.densities.shards(1, run.n))
 
@@ -208,42 +212,39 @@ def add_shards_cost(run: DryRun, form: RecordFormat, own_n: np.ndarray) -> None:
 def spread_sums_cost(
     run: DryRun,
     form: RecordFormat,
-    sum_n: np.ndarray,
-    sent_n: np.ndarray,
-    gather: Callable[[DryRun, Density, Density], None] | None = None,
+    sum_density_n: np.ndarray,
+    sent_density_n: np.ndarray,
+    gather_cost: Callable[[DryRun, Density, Density], None] | None = None,
 ) -> None:
-    """Each owner encodes its sum, sizes are exchanged unless they are fixed, and all gather.
+    """Each owner encodes its sum, ranks all-gather the sizes unless they are fixed, then the sums.
 
-    Args:
-        run: the collective's.
-        form: of the sums.
-        sum_n: their densities by owner.
-        sent_n: those of what is sent: in capacity mode of the slots.
-        gather: takes bytes and seconds of decoding by owner; None is `gather_sums_cost`.
+    `sum_density_n`: density of each owner's sum, of format `form`. `sent_density_n`: the same; in
+    capacity mode the density of full slots. `gather_cost`: the all-gather, which takes `run`, and
+    of each owner's sum the bytes and the seconds of decoding; None for `gather_sums_cost`.
     """
     shard = run.piece(run.n)
-    run.work(form.seconds(CodecOp.ENCODE, shard, sum_n, run.b))
+    run.work(form.seconds(CodecOp.ENCODE, shard, sum_density_n, run.b))
     if not run.has_slots:
         run.agree()
-    decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
-    (gather or gather_sums_cost)(run, form.nbytes(shard, sent_n, run.b), decoding_n)
+    decoding_n = form.seconds(CodecOp.DECODE, shard, sum_density_n, run.b)
+    gather_cost = gather_cost or gather_sums_cost
+    gather_cost(run, form.nbytes(shard, sent_density_n, run.b), decoding_n)
 
 
 def gather_sums_cost(run: DryRun, sizes: float | np.ndarray, decoding: float | np.ndarray) -> None:
-    """Every owner sends its sum to all, pairwise; a sum is decoded while the next one travels.
+    """Every owner sends its sum to all, pairwise; a rank decodes a sum while it receives the next.
 
-    Args:
-        run: its clocks are advanced.
-        sizes: bytes of each owner's sum, or one number for all.
-        decoding: seconds to decode each owner's sum, or one number for all.
+    `sizes`: bytes of each owner's sum; `decoding`: seconds to decode it. One number holds for all.
     """
     ranks = np.arange(run.n)
     sizes_n, decoding_n = (np.broadcast_to(values, run.n) for values in (sizes, decoding))
-    # Step, bytes, and the decoding of what the round before brought; at first the rank's own sum.
-    run.shifts(
-        [(step, sizes_n, decoding_n[(ranks + step - 1) % run.n]) for step in range(1, run.n)]
-    )
-    run.work(decoding_n[(ranks + run.n - 1) % run.n])
+    rounds = []  # step, bytes by sender, local work meanwhile
+    for step in range(1, run.n):
+        # The sum that arrived in the round before, from rank r + step - 1; at first its own.
+        decoded_n = (ranks + step - 1) % run.n
+        rounds.append((step, sizes_n, decoding_n[decoded_n]))
+    run.shifts(rounds)
+    run.work(decoding_n[(ranks + run.n - 1) % run.n])  # the last sum that arrived
 
 
 SCHEME = Scheme(

@@ -39,14 +39,14 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """As `ssar_split_ag`, with dense sums, whose sizes are known.
+    """Predicts the time of `dsar_split_ag`: as `ssar_split_ag.cost`, but sums are dense.
 
     With messages of m bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + N b) beta (SparCML,
-    section 5). Added: the sizes of the messages, encoding and adding.
+    section 5). Added: the agreement on the messages' sizes, encoding and adding.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
     form, shard = run.sum_format("dense"), run.piece(run.n)
-    run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))
+    run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))  # 1.0: the density of a dense record
     decoding_s = form.seconds(CodecOp.DECODE, shard, 1.0, run.b)
     doubling_all_gather_cost(run, form.nbytes(shard, 1.0, run.b), decoding_s)
 

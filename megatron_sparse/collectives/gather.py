@@ -1,8 +1,8 @@
-"""All-gathers of pieces of different size, which every rank knows: three orders of the same bytes.
+"""All-gathers of pieces of different sizes that every rank knows: pairwise, ring and doubling.
 
-Every rank receives all pieces but its own. Each piece is handed over when it has arrived, this
-rank's own first, while the next ones are on their way. This file also has the paced all-to-all that
-precedes an all-gather.
+Every rank receives the pieces of all other ranks. For each piece, this rank's own first, the
+callback `arrived` runs (for instance to decode it) while the next pieces are in flight. This file
+also has the all-to-all, one peer at a time, that precedes an all-gather.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ Arrived = Callable[[int, torch.Tensor], None]
 def pairwise_all_to_all(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Subgroup, *, last: bool
 ) -> Phase:
-    """Every rank sends a piece of its own to every other, one peer at a time: n - 1 rounds.
+    """Every rank sends one piece to each other rank, one peer at a time: n - 1 rounds.
 
-    In round i rank r sends to r - i and receives from r + i, so no port is ever shared.
+    In round i rank r sends to r - i and receives from r + i, so no port serves two peers at once.
 
-    Args:
-        sent: the piece for each rank; this rank's own entry is not used.
-        received: room for the piece of each rank, exactly as long as the piece.
-        group: the ranks.
-        last: this rank will post nothing more.
+    `sent`: the piece for each rank. `received`: room for each rank's piece, exactly as long. This
+    rank's own entries are not used. `last`: this rank will post nothing more.
     """
     rounds = pairwise_rounds([[piece] for piece in sent], [[piece] for piece in received], group)
     yield from group.in_rounds(rounds, independent=True, last=last)
@@ -62,28 +59,25 @@ def pairwise_all_gather(
     *,
     last: bool = True,
 ) -> Phase:
-    """Every rank sends its piece to every other, one peer at a time: n - 1 rounds.
+    """Every rank sends its piece to each other rank, one peer at a time: n - 1 rounds.
 
-    In round i rank r sends to r - i and receives from r + i, so no port is ever shared. Sends
-    (n - 1) times its own piece.
+    In round i rank r sends to r - i and receives from r + i, so no port serves two peers at once.
 
-    Args:
-        own: this rank's piece.
-        room: as long as the pieces of all others.
-        sizes: of each rank's piece.
-        group: the ranks.
-        arrived: called with each piece.
-        last: this rank will post nothing more.
+    `own`: this rank's piece; `room`: as long as the pieces of all other ranks; `sizes`: bytes of
+    each rank's piece. `last`: this rank will post nothing more.
     """
     n, rank = group.world_size, group.rank
-    senders = [(rank + step) % n for step in range(n)]
+    senders = [(rank + step) % n for step in range(n)]  # number i arrives in round i; 0 is own
     pieces = [own, *room.split([sizes[sender] for sender in senders[1:]])]
     rounds: list[Round] = [
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
-    yield from group.in_rounds(
-        rounds, lambda number: arrived(senders[number], pieces[number]), independent=True, last=last
-    )
+
+    def hand_over(number: int) -> None:
+        """Hands over the piece that arrived in round `number`; 0: this rank's own."""
+        arrived(senders[number], pieces[number])
+
+    yield from group.in_rounds(rounds, hand_over, independent=True, last=last)
 
 
 def ring_all_gather(
@@ -95,18 +89,24 @@ def ring_all_gather(
     the pieces of the next ranks follow in order.
     """
     n, rank = group.world_size, group.rank
-    # Piece i is that of the i-th rank after this one; behind the last, the buffer may be longer.
+    # pieces[i] is that of rank + i. The buffer may be longer than all pieces: [:n] drops the rest.
     pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
-    def hand_over(number: int) -> None:
-        """Hands over the piece that the last round brought; 0: this rank's own."""
-        arrived((rank - number) % n, pieces[-number % n])
+    def piece_of_round(number: int) -> torch.Tensor:
+        """The piece that arrived in round `number`, of rank - number; 0: this rank's own."""
+        return pieces[-number % n]
 
-    # In each round a rank passes on what the round before brought: first its own piece.
+    # A rank passes on the piece that arrived in the round before, at first its own.
     after, before = (rank + 1) % n, (rank - 1) % n
     rounds: list[Round] = [
-        ([(after, pieces[-step % n])], [(before, pieces[n - 1 - step])]) for step in range(n - 1)
+        ([(after, piece_of_round(number))], [(before, piece_of_round(number + 1))])
+        for number in range(n - 1)
     ]
+
+    def hand_over(number: int) -> None:
+        """Hands over the piece that arrived in round `number`; 0: this rank's own."""
+        arrived((rank - number) % n, piece_of_round(number))
+
     yield from group.in_rounds(rounds, hand_over, last=True)
 
 
@@ -122,48 +122,44 @@ def doubling_all_gather(
     n, rank = group.world_size, group.rank
     starts = [0, *accumulate([*sizes[rank:], *sizes[:rank]])]  # of the pieces in the buffer
 
-    held = [0, 1]  # pieces before and after each round; its own piece comes first
+    def span(first: int, stop: int) -> torch.Tensor:
+        """The pieces of the ranks rank + first, ..., rank + stop - 1."""
+        return buffer[starts[first] : starts[stop]]
 
-    def span(first: int, last: int) -> torch.Tensor:
-        """The pieces of `first` to `last` ranks after this one, the latter not included."""
-        return buffer[starts[first] : starts[last]]
+    counts = [0, 1]  # counts[i + 1]: pieces that a rank has after i rounds
+    rounds: list[Round] = []
+    while counts[-1] < n:
+        d = counts[-1]
+        more = min(d, n - d)
+        target, source = (rank - d) % n, (rank + d) % n
+        rounds.append(([(target, span(0, more))], [(source, span(d, d + more))]))
+        counts.append(d + more)
 
     def hand_over(number: int) -> None:
-        """Hands over the pieces that the last round brought; 0: this rank's own."""
-        for place in range(held[number], held[number + 1]):
-            arrived((rank + place) % n, span(place, place + 1))
+        """Hands over the pieces that arrived in round `number`; 0: this rank's own."""
+        for i in range(counts[number], counts[number + 1]):
+            arrived((rank + i) % n, span(i, i + 1))
 
-    rounds: list[Round] = []
-    while held[-1] < n:
-        have = held[-1]
-        more = min(have, n - have)
-        target, source = (rank - have) % n, (rank + have) % n
-        rounds.append(([(target, span(0, more))], [(source, span(have, have + more))]))
-        held.append(have + more)
-    # last: this rank posts nothing more in the collective.
     yield from group.in_rounds(rounds, hand_over, last=True)
 
 
 def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) -> None:
-    """Bruck's order (`gather.doubling_all_gather`): pieces are decoded a round after they came.
+    """Predicts the time of `doubling_all_gather`: pieces are decoded one round after they arrive.
 
-    Args:
-        run: its clocks are moved on to the end of the all-gather.
-        nbytes: of a rank's piece; one number for all ranks, or one for each.
-        decoding: seconds of decoding that piece, likewise.
+    `nbytes`: of each rank's piece; `decoding`: seconds to decode it. One number holds for all.
     """
     n, ranks = run.n, np.arange(run.n)
     nbytes_n, decoding_n = (np.broadcast_to(values, n) for values in (nbytes, decoding))
 
-    def of_next(values_n: np.ndarray, first: int, last: int) -> np.ndarray:
-        """For each rank, the sum of the values of the ranks `first` to `last` after it."""
-        return sum((values_n[(ranks + place) % n] for place in range(first, last)), np.zeros(n))
+    def sum_of_next(values_n: np.ndarray, first: int, stop: int) -> np.ndarray:
+        """For each rank r, the sum of the values of the ranks r + first, ..., r + stop - 1."""
+        return sum((values_n[(ranks + i) % n] for i in range(first, stop)), np.zeros(n))
 
-    decoded, held = 0, 1
-    rounds = []  # distance, bytes, and seconds of decoding what came the round before
-    while held < n:
-        more = min(held, n - held)
-        rounds.append((held, of_next(nbytes_n, 0, more), of_next(decoding_n, decoded, held)))
-        decoded, held = held, held + more
+    decoded, d = 0, 1  # pieces that a rank has decoded, and pieces that it has
+    rounds = []  # distance, bytes, and seconds to decode the pieces of the round before
+    while d < n:
+        more = min(d, n - d)
+        rounds.append((d, sum_of_next(nbytes_n, 0, more), sum_of_next(decoding_n, decoded, d)))
+        decoded, d = d, d + more
     run.shifts(rounds)
-    run.work(of_next(decoding_n, decoded, n))
+    run.work(sum_of_next(decoding_n, decoded, n))  # the pieces of the last round

@@ -20,7 +20,8 @@ its own shard.
 Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's other ranks. In a
 reduce-scatter it sends each rank without a lane the shard of that rank, and nothing else.
 
-A node with more ranks than lanes has ranks that only send in phase 1 and only receive in phase 3.
+A node with more ranks than lanes has surplus ranks, which only send in phase 1 and only receive in
+phase 3; each is a guest of one of the node's lanes.
 Inside a node partial sums travel in fp32, and complete sums in the gradient's dtype. Between nodes
 both are fp32, or bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient: a node's sum may not
 fit into fp16. So a node's sum of bf16 gradients is never rounded to bf16 before the last addition.
@@ -31,9 +32,6 @@ rank of its node N / m b bytes, and between nodes the bytes of `direct` for N / 
 with the density of a node's sum among k ranks. A rank without a lane sends 4 N bytes. In a
 reduce-scatter phase 3 is 4 N / n bytes for each rank without a lane that the rank serves. A rank
 with a lane holds up to N values of fp32 more than the other schemes, for phase 1.
-
-This is one file because its three phases share one layout of parts (`LaneParts`), and a scheme's
-cost stands in the scheme's file.
 """
 
 from __future__ import annotations
@@ -92,7 +90,8 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
         values_N = _decoded(exchange, message, parts)
 
     nodes = len(lanes.members)
-    ends_early = has_lane and not sends_in_phase_3  # then it receives nothing there either
+    # Phase 3 is then empty: a rank with a lane that sends nothing in it receives nothing either.
+    ends_early = has_lane and not sends_in_phase_3
     # Phase 1: on a rank with a lane, its part of `values_N` becomes the node's sum.
     yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends_early and nodes == 1)
     # Phase 2: the part becomes the sum of all nodes.
@@ -104,11 +103,12 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
             exchange,
             bucket=parts.lane_bucket(values_N),
             transport=cast("Transport", lane),
-            # No residual would keep what few bits lose of a lane's sums.
+            # A lane's sum has no residual that would keep the rounding errors of few bits.
             options=replace(exchange.options, sum_bits=None),
         )
         steps = direct(across, _encoded(across, bucket, message))
-        sent_bytes = yield from steps if ends_early else without(steps, Marker)  # phase 3 posts
+        # If phase 3 posts messages, the `POSTED` of `direct` comes too early: drop it.
+        sent_bytes = yield from steps if ends_early else without(steps, Marker)
     # Phase 3: the complete sums reach the ranks of the node.
     if scatter:
         # A rank without a lane gets the sum of its own shard.
@@ -124,10 +124,10 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
 
 
 class LaneParts:
-    """Where the lanes' parts lie in a vector that holds the whole bucket, lane by lane.
+    """Where each lane's part lies in `values_N`, a vector of the whole bucket, lane by lane.
 
-    For an all-reduce the vector has the bucket's own order. For a reduce-scatter the shards are
-    moved: first those of lane 0's owners, node by node.
+    For an all-reduce `values_N` has the bucket's own order. For a reduce-scatter it has the shards
+    in another order: first the shards of lane 0's owners, node by node, then those of lane 1.
 
     Args:
         bucket: the bucket to synchronise.
@@ -135,13 +135,13 @@ class LaneParts:
         lanes: of this rank; also an attribute.
 
     Attributes:
-        shards: for a reduce-scatter, the elements of each rank's shard; else empty.
+        shards: for a reduce-scatter, where each rank's shard lies in `values_N`; else empty.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, lanes: Lanes) -> None:
         self._bucket, self._layout, self.lanes = bucket, layout, lanes
         order = lanes.order()
-        # Each lane has one piece on each node: its part begins with the first of them.
+        # `piece_cuts` has a piece for each node in each lane: a part begins every `nodes` pieces.
         self._cuts = piece_cuts(bucket, order)[:: len(lanes.members)]
         is_scattered = bucket.op is CollectiveOp.REDUCE_SCATTER
         self.shards = shards_of(bucket, order) if is_scattered else {}
@@ -151,10 +151,10 @@ class LaneParts:
         return slice(self._cuts[lane], self._cuts[lane + 1])
 
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
-        """This rank's part as a bucket of its lane's ranks.
+        """The bucket that this lane's ranks, one of each node, reduce in phase 2: the lane's part.
 
-        Its operation is the bucket's own where each node has as many owners of the part; else an
-        all-reduce, whose sum each rank then has whole.
+        Its operation is the whole bucket's if all nodes have as many owners in this lane, so that
+        shards are equal; else an all-reduce, after which each rank keeps its own shard.
         """
         lanes, part = self.lanes, self.part(self.lanes.lane)
         nodes = len(lanes.members)
@@ -170,10 +170,10 @@ class LaneParts:
         )
 
     def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
-        """The bucket's segments that lie in a part: (start, stop, whether it is always dense).
+        """The segments in a lane's part: (start, stop, whether always dense), as in `values_N`.
 
-        An all-reduce's part may cut a segment. A reduce-scatter's has whole shards, which are moved
-        with all their segments.
+        In an all-reduce the part's borders may cut a segment. In a reduce-scatter the part consists
+        of whole shards, at other offsets than in the bucket.
         """
         offsets, keeps = self._layout.segment_offsets.tolist(), self._layout.segment_keep.tolist()
         if not self.shards:  # an all-reduce
@@ -184,7 +184,7 @@ class LaneParts:
             return
         for owner, shard in self.shards.items():
             if part.start <= shard.start < part.stop:
-                shift = shard.start - self._bucket.shard(owner).start
+                shift = shard.start - self._bucket.shard(owner).start  # from the bucket to values_N
                 for segment in range(*self._layout.shard_segments[owner : owner + 2]):
                     start, stop = offsets[segment] + shift, offsets[segment + 1] + shift
                     yield start, stop, bool(keeps[segment])
@@ -194,15 +194,16 @@ class LaneParts:
 def _lane_layouts(
     layout: Layout, members: tuple[tuple[int, ...], ...], lane: int
 ) -> dict[tuple[bool, Cuts], Layout]:
-    """The layouts of a lane's bucket, which is made anew each step; kept for the next one.
+    """The cache of layouts for `Bucket.layout`, which fills it: one dict for each lane's bucket.
 
-    What is computed from a layout is kept too (`records`), and would pile up with a new one a step.
+    The lane's bucket is a new object in each step. With new layouts too, the caches by layout in
+    `records` would grow each step.
     """
     return {}
 
 
 def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Tensor:
-    """This rank's contribution as a dense fp32 vector, in the order of the parts."""
+    """This rank's message as a dense fp32 vector, in the order that `LaneParts` describes."""
     layout, rank = message.layout, exchange.transport.rank
     bucket, scatter = exchange.bucket, exchange.scatters
     grad_N = bucket.grad_N
@@ -210,8 +211,10 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         values_N = grad_N
     else:
         values_N = exchange.take("lanes", bucket.numel, torch.float32)
-    cuts = shard_cuts(layout) if scatter else (whole_cut(layout),)
-    targets = [values_N[parts.shards[owner]] for owner in sorted(parts.shards)] or [values_N]
+    cuts, targets = (whole_cut(layout),), [values_N]
+    if scatter:
+        cuts = shard_cuts(layout)
+        targets = [values_N[parts.shards[owner]] for owner in range(bucket.world_size)]
     for records, target_M, cut in zip(message_parts(message, cuts), targets, cuts, strict=True):
         expected = message.expected(cut.offsets, rank)
         decode_add_(target_M, records, expected, fresh=True)  # replaces the old values
@@ -221,24 +224,25 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
 def _sum_in_lanes(
     exchange: Exchange, values_N: torch.Tensor, parts: LaneParts, inside: Subgroup, *, last: bool
 ) -> Phase:
-    """Phase 1: leaves the node's sum of each lane's part with the lane's rank.
+    """Phase 1: each rank with a lane adds up its node's values of the lane's part, in place.
 
     In round i rank r of the node sends to rank r - i and receives from rank r + i, as in `direct`.
-    A rank without a lane has no room and adds nothing.
+    A rank without a lane only sends.
     """
-    m, place, lanes = inside.world_size, inside.rank, parts.lanes
-    sent = [[values_N[parts.part(rank)]] if rank < lanes.count else [] for rank in range(m)]
+    m, rank, lanes = inside.world_size, inside.rank, parts.lanes  # numbers in the node
+    # By peer: one tensor, or none.
+    sent = [[values_N[parts.part(peer)]] if peer < lanes.count else [] for peer in range(m)]
     received: list[list[torch.Tensor]] = [[] for _ in range(m)]
     part_M = values_N[parts.part(lanes.lane)]
-    if place < lanes.count:
-        # Not `received`: `direct`, between the nodes, has a buffer of that name.
+    if rank < lanes.count:
+        # Phase 2 (`direct`) takes the buffer "received", so this one has another name.
         room = exchange.take("parts", (m - 1) * part_M.numel(), torch.float32)
         for number, room_M in enumerate(room.view(m - 1, part_M.numel()), 1):
-            received[(place + number) % m] = [room_M]
+            received[(rank + number) % m] = [room_M]
 
     def add(number: int) -> None:
-        """Adds the part that arrived in this round; 0 means that none has arrived yet."""
-        for room_M in received[(place + number) % m]:
+        """Adds the part that arrived in round `number`; 0: nothing, as a rank has no own entry."""
+        for room_M in received[(rank + number) % m]:
             with exchange.timer.stage("decode"):
                 part_M.add_(room_M)
 
@@ -247,10 +251,10 @@ def _sum_in_lanes(
 
 
 def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
-    """The node's sum of this rank's part as a message, cut into the lane's shards."""
+    """Encodes the node's sum of this lane's part as a message for `direct`, cut into k shards."""
     lane_bucket, options = across.bucket, across.options
     value_dtype = partial_name(bucket, message.sum_dtype)
-    # Of the message, because that of the node's sum is not known before it is encoded.
+    # The message's density: the density of the node's sum is not known before it is encoded.
     density = min(1.0, message.nnz / max(bucket.numel, 1))
     spec = record_spec(
         value_dtype,
@@ -265,20 +269,21 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
 
 
 def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> Phase:
-    """Phase 3 of an all-reduce: every rank of the node gets each lane's part."""
-    m, place, lanes = inside.world_size, inside.rank, parts.lanes.count
-    received = [[grad_N[parts.part(rank)]] if rank < lanes else [] for rank in range(m)]
-    rounds = pairwise_rounds([received[place]] * m, received, inside)
+    """Phase 3 of an all-reduce: each lane's rank sends its part to all ranks of its node."""
+    m, rank, lanes = inside.world_size, inside.rank, parts.lanes.count  # numbers in the node
+    # By peer: where its part lies in the gradient; none of a rank without a lane.
+    parts_M = [[grad_N[parts.part(peer)]] if peer < lanes else [] for peer in range(m)]
+    rounds = pairwise_rounds([parts_M[rank]] * m, parts_M, inside)
     yield from inside.in_rounds(rounds, independent=True, last=True)
 
 
 def cost(run: DryRun) -> None:
-    """The three phases; the densest lane decides.
+    """Predicts the time of the three phases, of which phase 2 is that of the densest lane.
 
     With m lanes, k nodes and s = N b bytes: (m - 1) (alpha + 4 N / m beta) inside the nodes,
     `direct` on N / m elements and k ranks, and (m - 1) (alpha + s / m beta) inside the nodes. This
-    is PCCL's dense hierarchy (section 4.1) with another middle. `direct` sees the density of a
-    node's sum: gamma of ZEN's definition 4 times that of a rank.
+    is PCCL's dense hierarchy (section 4.1) with a sparse phase between the nodes. `direct` sees the
+    density of a node's sum: gamma of ZEN's definition 4 times the density of a rank.
 
     Added: decoding the whole message first, counting and encoding a lane's part, surplus ranks.
     Lanes that share a network card share its rate in proportion to the bytes that each sends.
@@ -289,31 +294,33 @@ def cost(run: DryRun) -> None:
     form = run.messages(SCHEME.message_format(run.options))
     run.agree()
     run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
-    _within_node_cost(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
+    addition_s = run.plain(CodecOp.ADD, part.numel)
+    _within_node_cost(run, largest, lanes, FP32_BYTES, addition_s)  # phase 1
     if nodes > 1:
-        _across_cost(run, lanes, nodes)
-    if not run.scatter:
-        _within_node_cost(run, largest, lanes, run.b, 0.0)
+        _across_cost(run, lanes, nodes)  # phase 2
+    if not run.scatter:  # phase 3
+        _within_node_cost(run, largest, lanes, run.b, addition_s=0.0)
     elif largest > lanes:
         link = run.clocks.topology.intra
-        guests = -(-(largest - lanes) // lanes)  # of the lane with the most: rounded up
-        run.clocks.work(link.alpha_s + guests * link.beta_s * FP32_BYTES * whole.numel / run.n)
+        most_guests = -(-(largest - lanes) // lanes)  # of one lane, rounded up
+        shard_bytes = FP32_BYTES * whole.numel / run.n
+        run.clocks.work(link.alpha_s + most_guests * link.beta_s * shard_bytes)
 
 
 def _within_node_cost(
     run: DryRun, ranks: int, lanes: int, value_bytes: int, addition_s: float
 ) -> None:
-    """Each rank exchanges a part with each lane, pairwise, and adds it one round later."""
+    """Phase 1 or 3 in a node of `ranks` ranks: a round moves a lane's part, the next adds it."""
     inside = run.part(run.shape, run.node(ranks))
     nbytes = run.shape.numel / lanes * value_bytes
-    # Step, bytes, and the addition of what the round before brought.
+    # Step, bytes, and the addition of the part that arrived in the round before.
     inside.shifts([(step, nbytes, addition_s if step > 1 else 0.0) for step in range(1, ranks)])
     inside.work(addition_s if ranks > 1 else 0.0)
     run.clocks.wait_for(inside.clocks)
 
 
 def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
-    """A lane encodes its part of the node's sum, and runs `direct` on it across the nodes."""
+    """Phase 2: the densest lane encodes its part of the node's sum, runs `direct` on it."""
     sizes = run.clocks.topology.node_sizes
     op = run.shape.op if len(set(sizes)) == 1 else CollectiveOp.ALL_REDUCE
     # Between nodes values travel as partial sums do, complete sums too.
@@ -333,10 +340,9 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
         for ranks in (max(sizes), run.n)
     )
     sent_L = node_L + whole_L
-    # The densest lane decides. Lanes may share a network card, so it gets what all of them send
-    # in multiples of what it sends. Its clocks start at 0; the ranks wait for it in the end.
-    busiest = max(float(np.max(sent_L)), 1.0)  # an empty bucket sends nothing
-    lane = run.part(shape, run.lane(float(np.sum(sent_L)) / busiest), densities)
+    busiest = max(float(np.max(sent_L)), 1.0)  # not 0, which an empty bucket sends
+    sharing = float(np.sum(sent_L)) / busiest  # see `DryRun.lane`
+    lane = run.part(shape, run.lane(sharing), densities)  # its clocks start at 0
     lane.options = replace(lane.options, sum_bits=None)  # as in `hierarchical`
     message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))

@@ -1,6 +1,6 @@
 """The density of the sums that cross one link of a ring: measured if possible, else extrapolated.
 
-SpCCL (section IV-C) lets a rank forward a dense sum once the density passes a threshold of the link
+SpCCL (section IV-C) lets a rank forward a sum dense once its density passes a threshold of the link
 that it crosses. The non-zeros of a dense sum are not counted, so its density is extrapolated by
 equation (7),
 
@@ -33,20 +33,17 @@ def prunable_numel(cut: Cut) -> int:
 
 
 def prunable_nnz(records: torch.Tensor, cut: Cut) -> int:
-    """Non-zero elements outside the segments that are always sent whole, from the headers.
+    """Counts the non-zero elements of records outside the segments that are always sent whole.
 
-    On CUDA each header is read on the host.
-
-    Args:
-        records: of the cut's segments, in order; made or decoded by this rank.
-        cut: the segments.
+    Reads the records' headers, on CUDA each by a copy to the CPU. It does not check them, because
+    this rank has encoded or decoded the records. `records`: uint8, one for each segment of `cut`.
     """
     total = position = 0
-    for keep in cut.keep.tolist():
+    for is_sent_whole in cut.keep.tolist():
         packed = records[position : position + HEADER_BYTES].cpu().numpy().tobytes()
         header = Header.unpack(packed, None, payload_sum=None)
         position += HEADER_BYTES + header.payload_bytes
-        total += 0 if keep else header.nnz
+        total += 0 if is_sent_whole else header.nnz
     return total
 
 

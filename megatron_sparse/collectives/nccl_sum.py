@@ -1,9 +1,13 @@
 """`direct` and `agsparse` in one call of C++ for each bucket, on NCCL (`scheme.nccl_engine`).
 
-For messages of fixed size. The result is bit for bit that of the collectives of the same name,
-which call this module if their transport has a communicator of its own. The host makes a plan once
-and then one call for each bucket. Without this module, the calls take most of the host's time when
-buckets and ranks are many (docs/reading-the-breakdown.md).
+For messages of fixed size: each record has a *slot* of fixed size at a known offset. Then a *plan*
+of all offsets is made once, and each step makes one call for each bucket. The result is bit for bit
+that of the collectives of the same name, which call this module if their transport has an NCCL
+communicator of its own. With many buckets and ranks, their many calls would take most of the CPU
+time (docs/reading-the-breakdown.md).
+
+The kernels cannot raise: a call leaves a *report*, a few words in device memory that state what was
+wrong with a record. The CPU reads it later.
 """
 
 from __future__ import annotations
@@ -31,10 +35,11 @@ def sum_in_one_call(
     """Writes the sum of all ranks' messages into the bucket, or this rank's shard of it.
 
     Args:
-        scheme: its name.
-        sums: of a message in slots. Mutated.
+        scheme: its name, for errors.
+        sums: receives the sum of a message in slots. Mutated.
         communicator: of the group.
-        by_owners: shards are added up by their owners; else every rank adds up everything.
+        by_owners: each rank adds up its own shard (`direct`); else every rank adds up the whole
+            bucket (`agsparse`).
 
     Raises:
         CommunicationError: a rank did not come in time or is gone, or NCCL failed.
@@ -42,8 +47,8 @@ def sum_in_one_call(
     """
     exchange, message = sums.exchange, sums.message
     reports, slots = message.reports, message.slots
-    assert slots is not None, "only messages of fixed size come here"
-    assert reports is not None, "and those leave reports"
+    assert slots is not None, "callers pass messages of fixed size"
+    assert reports is not None, "messages of fixed size have reports"
     bucket, timer, scatters = exchange.bucket, exchange.timer, exchange.scatters
     rank, n = communicator.rank, communicator.world_size
     gathers = by_owners and not scatters
@@ -51,9 +56,10 @@ def sum_in_one_call(
     code = WIRE_CODES[message.value_dtype]
     plan = _plan(message.layout, slots, code, (rank, n), by_owners, gathers)
     sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
-    # Without a gather the sum ends after the first two stages.
-    borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
-    borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))  # no event for stages left out
+    # CUDA events for C++ to time its stages with. Without a gather only the first two stages run;
+    # 0 stands for no event.
+    events = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
+    events += [0] * (len(MARKED_STAGES) + 1 - len(events))
     summed = SumCall(
         plan,
         sums.sum_N,
@@ -63,18 +69,18 @@ def sum_in_one_call(
         step=message.step,
         sum_steps=sum_steps,
         earlier=reports.statuses(bucket.grad_N.device),
-        events=torch.tensor(borders),
+        events=torch.tensor(events),
     )
     report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)
     yield POSTED
 
-    def look(words: torch.Tensor) -> None:
-        """Checks the report once it has been read."""
+    def check(words: torch.Tensor) -> None:
+        """Raises the error that the report states. Called when the CPU has read its words."""
         # An aborted communicator leaves buffers that look like damaged records: check it first.
         communicator.check()
         summed.check(words)
 
-    reports.add(report, look)
+    reports.add(report, check)  # `reads_reports` reads it after the collective
     sums.write(cuts[rank].elements if scatters else slice(0, bucket.numel))
     return plan.sent_bytes
 
@@ -87,25 +93,26 @@ def _cuts(layout: Layout, *, by_owners: bool) -> Sequence[Cut]:
 def _plan(
     layout: Layout, slots: Slots, code: int, place: tuple[int, int], by_owners: bool, gathers: bool
 ) -> SumPlan:
-    """Where all records of a sum lie, for C++; kept for the next step.
+    """The offsets of all records that a sum sends and receives, for C++; cached for later steps.
 
-    `code` is that of the values' dtype; `place` is this rank, and how many ranks there are.
+    `layout` and `slots` are the message's; `code` is the wire code of the values' dtype; `place` is
+    (this rank, number of ranks); `gathers`: whether the owners' sums are all-gathered.
     """
     rank, world_size = place
     shards, spec = [], RecordSpec(code, 0, FORMAT_ADAPTIVE)
     for cut in _cuts(layout, by_owners=by_owners):
-        first, last = cut.segments.start, cut.segments.stop
-        message_slots = slots.part(cut.segments)
-        sums = torch.zeros_like(message_slots)
+        first, stop = cut.segments.start, cut.segments.stop
+        message_offsets = slots.part(cut.segments)
+        sum_offsets = torch.zeros_like(message_offsets)  # without a gather no sum is encoded
         if gathers:
-            sums = sum_slots(slots, cut, world_size, spec).offsets
+            sum_offsets = sum_slots(slots, cut, world_size, spec).offsets
         shards.append(
             ShardPlan(
-                (first, last - first),
+                (first, stop - first),
                 cut.offsets,
                 message_begin=int(slots.offsets[first]),
-                message_slots=message_slots,
-                sum_slots=sums,
+                message_slots=message_offsets,
+                sum_slots=sum_offsets,
             )
         )
     return SumPlan(

@@ -38,8 +38,8 @@ NAME = "omnireduce"
 def omnireduce(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; the message is cut into shards in both forms, and in
-    blocks of `options.block_size`, which is part of what ranks must agree on.
+    Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce,
+    and its records are blocks of `options.block_size` elements, on which ranks must agree.
     """
     block_size = exchange.options.block_size
     sums = SparseSum(exchange, message, form=FORMAT_BLOCKS, block_size=block_size)
@@ -47,14 +47,14 @@ def omnireduce(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """`direct` with blocks: `direct.cost`, with the bytes of the blocks that hold something.
+    """Predicts the time of `omnireduce`: `direct.cost` with the bytes of the non-zero blocks.
 
-    ZEN's appendix B.1 for contiguous shards (see `direct.cost`), with the density of blocks in each
-    shard in place of the density of elements.
+    ZEN's appendix B.1 for contiguous shards (see `direct.cost`), with the fraction of non-zero
+    blocks in each shard in place of the density of elements.
     """
     form, n, size = run.sum_format("blocks"), run.n, run.options.block_size
     own_density_n = run.densities.block_density(ranks=1, parts=n, block_size=size)
-    run.agree()
+    run.agree()  # always: there is no capacity mode
     send_shards_cost(run, form.nbytes(run.piece(n), own_density_n, run.b))
     add_shards_cost(run, form, own_density_n)
     if not run.scatter:

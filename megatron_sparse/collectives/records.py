@@ -1,6 +1,10 @@
 """Cuts of messages, and the exchange of records whose sizes are checked first.
 
-Records of sums count their offsets from the first element that they hold, not from the bucket's
+A message is a sequence of *records*, one for each segment of the bucket. A *cut* is a range of
+segments. In *capacity mode* (`scheme.capacity`) records lie in slots of fixed size. Codec calls
+then write errors to device memory (`Message.reports`), which the CPU reads at the end.
+
+Records of sums count their offsets from the first element of their cut, not from the bucket's
 start. In the step's field they carry a number made from the step and that element (`sum_step`). So
 a sum is never mistaken for that of another shard or for a rank's own message.
 """
@@ -44,12 +48,7 @@ class Cut:
         offsets: of the segments in the bucket; a message's records have these.
         own_offsets: of the segments from the cut's start; records of sums have these.
         keep: uint8, segments that are always dense.
-        segments: their numbers in the layout.
-
-    Args:
-        layout: of the bucket.
-        first: number of the first segment.
-        last: number of the segment after the last one.
+        segments: their numbers in the bucket's layout: `first` to `last` - 1.
     """
 
     def __init__(self, layout: Layout, first: int, last: int) -> None:
@@ -86,9 +85,10 @@ def whole_cut(layout: Layout) -> Cut:
 
 
 def group_of(identity: Identity, message: Message, transport: Transport) -> Subgroup:
-    """All ranks, with the tag of a collective whose messages may be of fixed size.
+    """The group of all ranks, with the collective's tag.
 
-    The size is part of the tag, because nothing else detects ranks with another capacity.
+    In capacity mode the messages' sizes are part of the tag, because ranks do not agree on sizes
+    then: nothing else detects a rank with another capacity.
     """
     if message.slots is not None:
         sized = f"{identity.scheme} in {message.slots.sizes} bytes"
@@ -97,11 +97,10 @@ def group_of(identity: Identity, message: Message, transport: Transport) -> Subg
 
 
 def reads_reports(collective: SparseCollective) -> SparseCollective:
-    """Lets a collective that takes messages of fixed size check the reports of the codec calls.
+    """Decorator: reads the reports of a collective's codec calls at its end, raises their errors.
 
-    On CUDA the calls report errors to device memory. The host reads it when everything has been
-    posted, and the bucket may be used before (`QUEUED`). The collective then raises
-    `WireFormatError` if a peer's records are not what was announced.
+    Only messages in capacity mode have reports. The error is a `WireFormatError`: a peer's records
+    are not what was announced. With `QUEUED` the bucket may be used before the CPU has read them.
     """
 
     @wraps(collective)
@@ -113,7 +112,7 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
             if not read.ready():
                 yield QUEUED
                 yield read
-            read.finish()
+            read.finish()  # raises
         return sent_bytes
 
     return checked
@@ -132,17 +131,17 @@ def exchange_records(
     known: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> Generator[Yielded, None, torch.Tensor]:
-    """Sends records to one peer and receives records from one, sizes first.
+    """Sends records to one peer and receives records from one peer, sizes first.
 
-    Two rounds: 8 bytes with the size each way, then the records. On CUDA the size is read on the
-    host.
+    Two rounds: 8 bytes with the size each way, then the records. On CUDA the CPU waits for the
+    size.
 
     Args:
         group: peers are numbered in it.
-        send: peer and records, or None.
-        receive: peer and room for the most bytes that it may send, or None.
-        known: whether both ends know the size of what is sent, and of what is received: plain
-            values, as many as there is room for. Such a size is not sent.
+        send: (peer, records); None to send nothing.
+        receive: (peer, room for the most bytes that it may send); None to receive nothing.
+        known: for `send` and for `receive`, whether both ends know the size, which is then not
+            sent: dense values instead of records, exactly as long as the room.
         last: this rank will post nothing more.
 
     Returns:
@@ -155,7 +154,8 @@ def exchange_records(
     either = send or receive  # for its device
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
-    sizes_out, sizes_in = [], []  # the first round
+    # Round 1: sizes. The peer's lands in `size`.
+    sizes_out, sizes_in = [], []
     if send is not None and not knows_sent:
         sizes_out = [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
     if receive is not None and not knows_received:
@@ -168,7 +168,8 @@ def exchange_records(
         announced = verified_size(int(size), rank)
         check_sizes([announced], [room.numel()], [rank])
         receive = peer, room[:announced]
-    sends, receives = ([] if piece is None else [piece] for piece in (send, receive))
+    # Round 2: records.
+    sends, receives = ([] if each is None else [each] for each in (send, receive))
     yield from group.exchange(sends, receives, last=last)
     return size.new_empty(0, dtype=torch.uint8) if receive is None else receive[1]
 
@@ -176,18 +177,21 @@ def exchange_records(
 def check_announced(
     sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str, ranks: Sequence[int] | None = None
 ) -> None:
-    """Refuses sizes that no valid records of the cuts have, before memory is allocated for them.
+    """Refuses announced sizes, one for each cut, that no valid records of that cut can have.
+
+    Call it before allocating memory of these sizes. `ranks`: who announced each size, for the
+    error; None: rank i announced size i.
 
     Raises:
-        WireFormatError: names the rank, the one of `ranks` at the size's place.
+        WireFormatError: names the rank.
     """
     check_sizes(sizes, [cut.capacity(value_dtype) for cut in cuts], ranks or range(len(sizes)))
 
 
 def check_sizes(sizes: Sequence[int], most: Sequence[int], ranks: Sequence[int]) -> None:
-    """Refuses announced sizes above `most`, and others that no records have.
+    """Refuses sizes above `most` or below 0, or that are no multiple of a record's alignment.
 
-    Decoders require multiples of 16 bytes.
+    The arguments are by announcing rank, in bytes.
 
     Raises:
         WireFormatError: names the rank.

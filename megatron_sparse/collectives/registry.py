@@ -35,10 +35,12 @@ def find_schemes() -> dict[str, Scheme]:
 
 
 def register(scheme: Scheme, schemes: dict[str, Scheme]) -> None:
-    """Adds a scheme under its name; one of another package to `SCHEMES`, in this process.
+    """Adds a scheme to `schemes` under its name.
+
+    Another package adds its own scheme to `SCHEMES`, in every process that uses it.
 
     Raises:
-        ConfigError: there is a scheme of that name.
+        ConfigError: `schemes` has a scheme of that name already.
     """
     if scheme.name in schemes:
         raise ConfigError(
@@ -65,7 +67,7 @@ def skips_straggler(name: str) -> bool:
 
 
 def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
-    """Refuses a configuration that names an unknown scheme or does not fit its scheme.
+    """Refuses a configuration that names an unknown scheme or does not fit its scheme; returns it.
 
     Called when a configuration is resolved, before ranks start. The package `config` itself does
     not import the schemes.
@@ -73,9 +75,6 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
     Args:
         config: the plugin's part.
         op: what the gradients need, see `check_op`; None if that is not known yet.
-
-    Returns:
-        The configuration.
 
     Raises:
         ConfigError: names the key.
@@ -109,7 +108,8 @@ def check_capacity(scheme: SchemeConfig) -> None:
     Raises:
         ConfigError: lists the schemes that have them.
     """
-    given, name = scheme.given_capacity, scheme.name
+    given, name = scheme.given_capacity, scheme.name  # None where the plugin chooses a capacity
+    # `auto` chooses among the schemes that have such messages, so it fits.
     if given is not None and name != AUTO and not SCHEMES[name].takes_slots:
         raise ConfigError(
             f"scheme.name={name} has no messages of fixed size",
@@ -157,7 +157,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
             remedy="leave scheme.format out and set compression.value_bits=null, or choose another "
             "scheme",
         )
-    # It sends every element, rounded to few bits.
+    # Such a scheme quantises every element, so values have no floating-point dtype on the wire.
     if chosen.sends_whole and scheme.wire_dtype is not None:
         raise ConfigError(
             f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
@@ -168,7 +168,10 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
 
 
 def _check_engine(config: SparseConfig) -> None:
-    """Refuses `scheme.nccl_engine` with records of Rice, or with messages of unknown size."""
+    """Refuses `scheme.nccl_engine` with Rice-coded records, or without capacity mode.
+
+    The engine needs messages of fixed size, and it cannot decode format rice.
+    """
     scheme, bits = config.scheme, config.compression.given_value_bits
     if not scheme.nccl_engine:
         return
@@ -190,7 +193,7 @@ def _check_engine(config: SparseConfig) -> None:
 
 
 def _check_straggler(config: SparseConfig) -> None:
-    """Refuses a scheme that needs a straggler without one, and the reverse."""
+    """Refuses straggler-aware schemes without a known straggler, and a straggler without them."""
     name, straggler = config.scheme.name, config.straggler
     if skips_straggler(name) and not straggler.leaves_behind:
         raise ConfigError(

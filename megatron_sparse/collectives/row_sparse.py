@@ -1,4 +1,4 @@
-"""Row-sparse all-reduce: takes the rows that each rank touched, gives the sum of all rows.
+"""Row-sparse all-reduce: sums gradients of which each rank has only some rows, as of an embedding.
 
 "Sparse All-Reduce in PyTorch" (MacLeod) gathers the row indices of all ranks on rank 0, broadcasts
 their union, and reduces a buffer of the union's rows densely: every rank sends 2 (n - 1) / n U
@@ -18,8 +18,8 @@ With B(k) the bytes of a record of k rows, K(r, i) the rows of rank r in part i 
 the sum's part i, rank r sends (n - 1) B(sum_i K(r, i)), or sum_{i != r} B(K(r, i)) + (n - 1) B(U(r)).
 `direct` needs overlap between ranks, and three ranks, to be the cheaper one.
 
-Rows are added in rank order, in fp32, and rounded once, for an average after the division. So both
-ways give the same bits, on every rank.
+Rows are added in rank order, in fp32, and rounded once; an average is rounded after the division.
+So both ways give the same bits, on every rank.
 """  # noqa: E501 - the cost's formula is a line
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAME = "row_sparse"
 
 
 class RowSparseWay(StrEnum):
-    """How the rows travel; `AUTO` is the one that is predicted to send fewer bytes."""
+    """How the rows travel: `GATHER`, `DIRECT`, or `AUTO`: the one with fewer bytes predicted."""
 
     AUTO = "auto"
     GATHER = "gather"
@@ -84,7 +84,7 @@ def row_sparse(
     way: RowSparseWay = RowSparseWay.AUTO,
     checksum: bool = False,
 ) -> Generator[Yielded, None, Reduced]:
-    """The exact sum, or average, of all ranks' rows; the same bits on every rank.
+    """All-reduces row-sparse gradients: the exact sum or average, with the same bits on every rank.
 
     Args:
         name: of the parameter, the same on every rank.
@@ -94,7 +94,7 @@ def row_sparse(
         buffers: memory for messages, reused in the next step.
         step: the optimizer step, the same on every rank.
         way: how the rows travel, the same on every rank.
-        checksum: records are sealed, on every rank alike.
+        checksum: records carry a checksum; the same on every rank.
 
     Raises:
         CommunicationError: ranks disagree about name, shape, dtype, reduction, way or step.
@@ -105,16 +105,17 @@ def row_sparse(
         return Reduced(gradient, RowSparseWay.GATHER, 0)
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
-    whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)  # part 0 of 1
+    # Part i of n has the rows with index modulo n = i; `whole` is part 0 of 1.
+    whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)
     parts = [replace(whole, part=part, parts=n) for part in range(n)]
     bucket = stand_in(name, (gradient.num_rows, columns), gradient.rows_KD.dtype, n)
     scheme = f"{NAME} ({way}) {reduction} of rows {[gradient.num_rows, columns]}"
     identity = Identity(scheme, bucket, value_dtype, step)
     run = _Run(gradient, reduction, transport, buffers, parts, identity)
-    # By part, those of this rank's rows that lie in it. Rank i sums up part i in `direct`.
+    # For each part, the positions of its rows in `gradient.rows_KD`.
     positions = [part.positions(gradient) for part in parts]
-    # By rank, then by part: how many rows the rank has in the part.
-    counts = yield from run.agree([taken.numel() for taken in positions], parts)
+    # counts[rank][part]: how many rows the rank has in the part.
+    counts = yield from run.agree([each.numel() for each in positions], parts)
     if way is RowSparseWay.AUTO:
         way = cheapest_way(counts, parts)
     if way is RowSparseWay.GATHER:
@@ -125,30 +126,29 @@ def row_sparse(
 
 
 def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> RowSparseWay:
-    """Compares the bytes of the busiest rank, as if each rank had drawn its rows at random.
+    """Chooses `GATHER` or `DIRECT`, by the predicted bytes that the busiest rank sends.
 
-    Args:
-        counts: for each rank its number of rows in each part.
-        parts: of the gradient.
-
-    Rows of real batches overlap more than random ones, so that `direct` costs less than predicted.
+    The rows of the sum are predicted as if each rank had drawn its rows at random. Rows of real
+    batches overlap more, so `direct` costs less than predicted. `counts`: for each rank its number
+    of rows in each part.
     """
     n = len(parts)
     gather = (n - 1) * max(parts[0].record_bytes(sum(row)) for row in counts)
     direct = 0
     for rank, row in enumerate(counts):
         by_part = [part.record_bytes(count) for part, count in zip(parts, row, strict=True)]
-        first = sum(by_part) - by_part[rank]  # a rank sends itself nothing
+        first_bytes = sum(by_part) - by_part[rank]  # a rank sends itself nothing
         absent = 1.0  # the probability that no rank has a given row of this rank's part
         for other in counts:
             absent *= 1 - other[rank] / max(parts[rank].rows, 1)
         expected_rows = round(parts[rank].rows * (1 - absent))
-        direct = max(direct, first + (n - 1) * parts[rank].record_bytes(expected_rows))
+        sum_bytes = (n - 1) * parts[rank].record_bytes(expected_rows)
+        direct = max(direct, first_bytes + sum_bytes)
     return RowSparseWay.DIRECT if direct < gather else RowSparseWay.GATHER
 
 
 class _Run:
-    """One rank's all-reduce under way; takes arguments, parts and identity of `row_sparse`."""
+    """One rank's all-reduce: the arguments of `row_sparse`, the gradient's n parts, identity."""
 
     def __init__(
         self,
@@ -166,9 +166,10 @@ class _Run:
     def agree(
         self, own_counts: list[int], parts: Sequence[RowPart]
     ) -> Generator[Yielded, None, list[list[int]]]:
-        """Sends every rank the numbers of rows in the coming records, one for each of `parts`.
+        """The agreement: all-gathers how many rows each rank's coming records have.
 
-        Returns every rank's numbers; raises WireFormatError for one above the part's rows.
+        `own_counts[i]` rows lie in `parts[i]`. Returns the counts of each rank, by rank. Raises
+        WireFormatError if a count is larger than the part.
         """
         table = yield from exchange_sizes(own_counts, self._identity, self._transport)
         for rank, row in enumerate(table):
@@ -178,11 +179,11 @@ class _Run:
         return table
 
     def gather(self, counts: list[int]) -> Generator[Yielded, None, RowSparse]:
-        """Sends this rank's rows to every other; returns the sum or average of all.
+        """Sends this rank's rows to every other rank; returns the sum or average of all.
 
-        `counts` are the rows of each rank.
+        `counts`: the number of rows of each rank.
         """
-        whole = replace(self._parts[0], parts=1)
+        whole = replace(self._parts[0], parts=1)  # part 0 of 1
         contributions = yield from self._all_gather(
             self._gradient, [whole] * self.group.world_size, counts
         )
@@ -191,35 +192,33 @@ class _Run:
     def direct(
         self, positions: list[torch.Tensor], counts: list[list[int]]
     ) -> Generator[Yielded, None, RowSparse]:
-        """Sends rows to their part's rank, which sends its sum to all; returns all the sums.
+        """Rank i adds up all rows of part i and sends the sum to all; returns the whole sum.
 
-        Args:
-            positions: of this rank's rows, by part.
-            counts: for each rank its number of rows in each part.
+        `positions`: for each part, the positions of its rows in this rank's gradient. `counts`: for
+        each rank its number of rows in each part.
         """
         rank = self.group.rank
         sent = self._cut("sent", [p.record_bytes(counts[rank][p.part]) for p in self._parts])
-        for part, taken, record in zip(self._parts, positions, sent, strict=True):
-            part.encode(self._gradient, taken, record)
-        mine = self._parts[rank]
+        for part, positions_K, record in zip(self._parts, positions, sent, strict=True):
+            part.encode(self._gradient, positions_K, record)
+        mine = self._parts[rank]  # the part that this rank adds up
         received = self._cut("received", [mine.record_bytes(row[rank]) for row in counts])
         received[rank] = sent[rank]
         yield from pairwise_all_to_all(sent, received, self.group, last=False)
         total = self._reduce([mine.decode(record, r) for r, record in enumerate(received)])
 
-        # Each rank sends one count, that of its own part. Part 0 is the largest, so its size bounds
-        # all counts here; the record's decoder checks against the part itself.
-        largest = self._parts[0]
-        stored = yield from self.agree([total.indices_K.numel()], [largest])
-        sums = yield from self._all_gather(total, self._parts, [row[0] for row in stored])
-        return self._added(sums)  # no two parts have a row in common: this only sorts them
+        # Each rank announces the rows of its own sum. `agree` checks every count against part 0,
+        # the largest; the record's decoder checks each against its own part.
+        sum_counts = yield from self.agree([total.indices_K.numel()], self._parts[:1])
+        sums = yield from self._all_gather(total, self._parts, [row[0] for row in sum_counts])
+        return self._added(sums)  # no two parts have a row in common: this only sorts the rows
 
     def _all_gather(
         self, own: RowSparse, parts: Sequence[RowPart], counts: Sequence[int]
     ) -> Generator[Yielded, None, list[RowSparse]]:
-        """Gathers every rank's rows, `own` among them, in rank order.
+        """All-gathers rows: this rank's are `own`, rank r's are `counts[r]` rows of `parts[r]`.
 
-        Rank r has `counts[r]` rows, all in `parts[r]`.
+        Returns the rows of each rank, by rank.
         """
         rank = self.group.rank
         sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
@@ -236,9 +235,10 @@ class _Run:
         return [gathered[sender] for sender in range(len(sizes))]
 
     def _reduce(self, contributions: list[RowSparse]) -> RowSparse:
-        """Adds rows in rank order and averages them if asked; shares no memory with them."""
+        """The sum or the average of all ranks' rows, added in rank order, in new memory."""
         if self._reduction is Reduction.SUM:
             return self._added(contributions)
+        # Not rounded yet: the division comes first.
         total = self._added(contributions, torch.float32)
         average = total.rows_KD / self.group.world_size
         rounded = torch.empty_like(average, dtype=self._gradient.rows_KD.dtype)

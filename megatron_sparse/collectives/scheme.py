@@ -46,7 +46,8 @@ class Scheme:
         has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
         skips_straggler: it does not wait for `Exchange.straggler`, and needs `straggler.mode` to
             name one.
-        waits_on_cuda: on CUDA the host waits many times for each record, which no cost includes.
+        waits_on_cuda: on CUDA the CPU waits for the GPU many times for each record; the predicted
+            costs leave that out.
     """
 
     name: str

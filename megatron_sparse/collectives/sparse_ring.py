@@ -81,14 +81,14 @@ def ring_reduce_scatter(
     *,
     last: bool,
 ) -> Phase:
-    """Leaves the sum of this rank's shard in `sums`; the others hold partial sums.
+    """Leaves the sum of this rank's shard in `sums`; the other shards hold partial sums.
 
     Args:
         cuts: the shard of each rank.
-        sums: receives it; of a message that is cut into shards. Mutated.
-        group: all ranks, in the ring's order.
-        links: decide whether a sum goes dense: one for the link to the successor, one for the link
-            from the predecessor; None encodes all. A dense sum has no records and no size round.
+        sums: receives the sum; its message is cut into shards. Mutated.
+        group: all ranks, in the ring's order. A place is a rank's number in it.
+        links: (to the successor, from the predecessor): decide whether a sum crosses the link as
+            dense values, without records and size round; None: all sums are encoded.
         last: this rank will post nothing more.
 
     Raises:
@@ -99,7 +99,7 @@ def ring_reduce_scatter(
     own = message_parts(message, cuts)
     most = max(cut.capacity("fp32", message.value_dtype) for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
-    # All of this rank's contribution: what arrives is added to it.
+    # The sums begin with this rank's own message.
     for shard, records in enumerate(own):
         sums.add_message(records, cuts[shard], ranks[place], fresh=True)
 
@@ -108,17 +108,17 @@ def ring_reduce_scatter(
         give, take = ranks[(place - step) % n], ranks[(place - 1 - step) % n]
         is_sum = step > 1  # the first step carries the ranks' own records
         dtype = sums.partial_dtype if is_sum else message.value_dtype
-        goes_dense = comes_dense = False
+        sends_dense = receives_dense = False
         for link in links or ():
             link.extrapolate()  # to the sum of this step
-        if links and is_sum:  # A contribution was encoded by selection: nothing is cheaper to send.
-            goes_dense, comes_dense = links[0].is_dense, links[1].is_dense
-        if goes_dense:
-            dtype_out = VALUE_DTYPES[dtype]
-            sent = as_partial(sums.exchange, sums.sum_N[cuts[give].elements], dtype_out)
+        if links and is_sum:  # own records are encoded already, so they never go dense
+            sends_dense, receives_dense = links[0].is_dense, links[1].is_dense
+        if sends_dense:
+            sum_M = sums.sum_N[cuts[give].elements]
+            sent = as_partial(sums.exchange, sum_M, VALUE_DTYPES[dtype])
         else:
             sent = sums.encode(cuts[give], dtype, out) if is_sum else own[give]
-        if comes_dense:
+        if receives_dense:
             space = sums.take("incoming", cuts[take].numel, VALUE_DTYPES[dtype])
         else:
             space = room[: cuts[take].capacity(dtype)]
@@ -126,19 +126,19 @@ def ring_reduce_scatter(
             group,
             ((place + 1) % n, sent),
             ((place - 1) % n, space),
-            known=(goes_dense, comes_dense),
+            known=(sends_dense, receives_dense),
             last=last and step == n - 1,
         )
-        if comes_dense:
+        if receives_dense:
             sums.add_dense(received, cuts[take])
         elif is_sum:
             sums.add_sum(received, cuts[take], dtype, source)
         else:
             sums.add_message(received, cuts[take], source)
-        # Both ends read the same records, and so come to the same density.
-        if links and not goes_dense:
+        # Both ends of a link read the same records, so they compute the same density.
+        if links and not sends_dense:
             links[0].calibrate(sent, cuts[give])
-        if links and not comes_dense:
+        if links and not receives_dense:
             links[1].calibrate(received, cuts[take])
 
 
@@ -148,37 +148,32 @@ def ring_gather_sums(
     """Spreads the sum of each rank's shard to all: SpCCL's all-gather (section IV-B).
 
     Each rank encodes its sum once; the records go round the ring unchanged and are decoded as they
-    arrive. Nothing is posted after it.
-
-    Args:
-        identity: of the collective.
-        cuts: the shard of each rank.
-        sums: holds the complete sum of this rank's shard. Mutated.
-        group: all ranks, in the ring's order.
+    arrive. Nothing is posted after it. `cuts`: the shard of each rank; `sums` holds the complete
+    sum of this rank's shard, and receives all others; `group`: all ranks, in the ring's order.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
-    place = sums.placer(cuts)
+    write_sum = sums.placer(cuts)
     yield from ring_all_gather(
         buffer,
         [sizes[rank] for rank in group.ranks],
         group,
-        lambda member, records: place(group.ranks[member], records),
+        lambda place, records: write_sum(group.ranks[place], records),
     )
 
 
 def cost(run: DryRun) -> None:
-    """The sum is encoded again in each step.
+    """Predicts the time of `sparse_ring`, which encodes the sum again in each step.
 
     Reduce-scatter: (n - 1) alpha + sum over steps s of (n'_s / n beta + T_comp + T_decomp), n'_s
-    being the bytes of the records of the sum of s ranks (SpCCL, in the paper's words). All-gather:
-    (n - 1) alpha + (n - 1) / n n' beta + T_cd (SpCCL's equation 6), n' being the bytes of the
-    records (equation 4 for Pici) and T_cd one encoding and n - 1 decodings (equation 5). Added: 8
-    bytes with the size before each record; and the shards' own densities: the crowded shard passes
-    every rank, so each step waits for it.
+    being the bytes of the records of the sum of s ranks (SpCCL, in words), T_comp and T_decomp one
+    encoding and decoding. All-gather: (n - 1) alpha + (n - 1) / n n' beta + T_cd (SpCCL's equation
+    6), n' being the bytes of the records (equation 4 for Pici) and T_cd one encoding and n - 1
+    decodings (equation 5). Added: 8 bytes with the size before each record; and the shards' own
+    densities: the densest shard passes every rank, so each step waits for it.
     """
     own = run.messages(SCHEME.message_format(run.options))
     ring_reduce_scatter_cost(run, own, run.sum_format(), thresholds=(np.inf, np.inf))
@@ -189,22 +184,23 @@ def cost(run: DryRun) -> None:
 def ring_reduce_scatter_cost(
     run: DryRun, own: RecordFormat, form: RecordFormat, thresholds: tuple[float, float]
 ) -> np.ndarray:
-    """Runs n - 1 steps of one shard; `thresholds` are for links within and between nodes.
+    """Runs the agreement and the reduce-scatter's n - 1 steps on the clocks of `run`.
 
-    Returns:
-        The density that each rank assumes for its own shard at the end.
+    The first step carries records of format `own`, later steps sums of format `form`. On links
+    (within, between) nodes a sum goes dense from the density in `thresholds` on. Returns the
+    density that each rank assumes for its own shard at the end, [n].
     """
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
     nodes = np.array(run.clocks.topology.nodes)
     inside_n = nodes == nodes[(ranks + 1) % n]  # whether the successor is on the same node
     threshold_n = np.where(inside_n, *thresholds)
-    initial, one_n = run.densities.whole(1), run.densities.shards(1, n)
+    initial, own_density_n = run.densities.whole(1), run.densities.shards(1, n)
     run.agree()
-    run.work(np.sum(own.seconds(CodecOp.DECODE, shard, one_n, run.b)))
+    run.work(np.sum(own.seconds(CodecOp.DECODE, shard, own_density_n, run.b)))
     link_n = np.zeros(n)  # the density that each rank assumes on the link to its successor
-    plain_s = run.plain(CodecOp.ADD, shard.numel)
+    dense_addition_s = run.plain(CodecOp.ADD, shard.numel)
     for step in range(1, n):
-        # What rank r sends: the sum of `step` ranks of shard r - step.
+        # The density of what rank r sends: the sum of `step` ranks of shard r - step.
         sent_n = run.densities.shards(step, n)[(ranks - step) % n]
         link_n = 1 - (1 - link_n) * (1 - initial)  # equation 7 (`link_density`)
         is_sum = step > 1
@@ -217,38 +213,44 @@ def ring_reduce_scatter_cost(
         else:
             sparse_bytes_n = own.nbytes(shard, sent_n, run.b)
             adding_n = own.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.b)
-        if not dense_n.all():  # the sizes of the others' records
+        # A shift by -1 goes to the successor. The sizes of records go first; dense sums have none.
+        if not dense_n.all():
             run.shift(-1, np.where(dense_n, 0, WORD_BYTES))
         run.shift(-1, np.where(dense_n, shard.numel * run.p, sparse_bytes_n))
-        run.work(np.where(dense_n, plain_s, adding_n)[ranks - 1])  # what the predecessor sent
+        addition_n = np.where(dense_n, dense_addition_s, adding_n)
+        run.work(addition_n[ranks - 1])  # of what the predecessor sent
         link_n = np.where(dense_n, link_n, sent_n)  # records calibrate, dense sums do not
+    # What the predecessor sent last, extrapolated to this rank's own contribution.
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 
 
 def ring_gather_sums_cost(run: DryRun, dense_n: np.ndarray, form: RecordFormat) -> None:
-    """Each sum is encoded once and goes round the ring; dense records where `dense_n` is true."""
+    """Runs the all-gather on the clocks: each sum is encoded once and goes round the ring.
+
+    The records are dense where `dense_n` (bool, by owner) is true, else of format `form`.
+    """
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
-    sum_density_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
-    ones_n = np.ones(n)
+    sum_density_n, dense = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
+    ones_n = np.ones(n)  # the density of dense records
 
     def seconds(op: CodecOp) -> np.ndarray:
-        """Of coding each owner's sum: dense records where `dense_n` is true."""
+        """Seconds to encode or decode each owner's sum."""
         return np.where(
             dense_n,
-            whole.seconds(op, shard, ones_n, run.b),
+            dense.seconds(op, shard, ones_n, run.b),
             form.seconds(op, shard, sum_density_n, run.b),
         )
 
     run.work(seconds(CodecOp.ENCODE))
     run.agree()
     nbytes_n = np.where(
-        dense_n, whole.nbytes(shard, ones_n, run.b), form.nbytes(shard, sum_density_n, run.b)
+        dense_n, dense.nbytes(shard, ones_n, run.b), form.nbytes(shard, sum_density_n, run.b)
     )
     decoding_n = seconds(CodecOp.DECODE)
     # In a round rank r passes the sum of rank r - step + 1 to rank r + 1 (a shift by -1), and
     # decodes it meanwhile. The sum that arrives last, of rank r + 1, is decoded at the end.
-    places = [(ranks - step + 1) % n for step in range(1, n)]
-    run.shifts([(-1, nbytes_n[place_n], decoding_n[place_n]) for place_n in places])
+    owners = [(ranks - step + 1) % n for step in range(1, n)]
+    run.shifts([(-1, nbytes_n[owner_n], decoding_n[owner_n]) for owner_n in owners])
     run.work(decoding_n[(ranks + 1) % n])
 
 

@@ -3,6 +3,9 @@
 Partial sums travel in fp32, or in bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient
 (`partial_dtype`), rounded to nearest even. Final sums travel in the message's dtype: for a bf16
 gradient that is the one rounding at the end. Their records are described in `records`.
+
+In *capacity mode* (`scheme.capacity`) records lie in slots of fixed size, and codec calls write
+errors to device memory (`Message.reports`) instead of raising them.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_RICE, RIC
 class SparseSum:
     """The fp32 sum that a sparse collective adds up for one bucket, and its records.
 
-    The first records that are added to a part of it must be `fresh`. They replace the part's old
-    values, so that no pass is needed to clear it.
+    The memory is not cleared. So the first records that are added to a cut must be passed with
+    `fresh=True`: they replace its old values.
 
     Attributes:
         exchange: whose bucket receives the sum.
@@ -54,7 +57,7 @@ class SparseSum:
             dense is dense.
         block_size: of `FORMAT_BLOCKS`.
         whole: the messages hold every element, so complete sums travel dense, or quantised without
-            indices; `form` does not count.
+            indices; `form` is ignored.
     """
 
     def __init__(
@@ -69,11 +72,11 @@ class SparseSum:
         bucket, sum_bits = exchange.bucket, exchange.options.given_sum_bits
         self._bucket, self.message = bucket, message
         self.exchange, self._timer = exchange, exchange.timer
-        log2_span = RICE_SPANS[0]
+        log2_span = RICE_SPANS[0]  # only Rice records use it
         if whole:
             form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
         elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
-            form = FORMAT_RICE  # as the messages; a sum has more entries, so shorter spans
+            form = FORMAT_RICE  # the messages are Rice records, so sums are too
             log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
         self.partial_dtype = partial_name(bucket, message.sum_dtype)
@@ -101,10 +104,10 @@ class SparseSum:
     def add_message(
         self, records: torch.Tensor, cut: Cut, rank: int, *, fresh: bool = False
     ) -> None:
-        """Adds records of a rank's own message.
+        """Decodes the records of `rank`'s own message for one cut, and adds them to the sum.
 
         Raises:
-            WireFormatError: they are not what that rank announced.
+            WireFormatError: the records are not what that rank announced.
         """
         self._decode(records, cut, self._expected(cut, rank), fresh=fresh)
 
@@ -114,7 +117,7 @@ class SparseSum:
         One pass over the sum.
 
         Raises:
-            WireFormatError: they are not what a rank announced.
+            WireFormatError: a rank's records are not what it announced.
         """
         sum_M, expected = self.sum_N[cut.elements], self._expected(cut, ranks[0])
         reports = self.message.reports
@@ -136,10 +139,12 @@ class SparseSum:
         fresh: bool = False,
         slots_S: torch.Tensor | None = None,
     ) -> None:
-        """Adds records of a sum that a rank has made, back to back or in slots.
+        """Decodes the records of a sum that `rank` has encoded, and adds them to this sum.
+
+        The records lie back to back, or at the offsets `slots_S`.
 
         Raises:
-            WireFormatError: they are not what that rank announced.
+            WireFormatError: the records are not what that rank announced.
         """
         step = sum_step(self.message.step, cut)
         code = WIRE_CODES[value_dtype]
@@ -152,9 +157,9 @@ class SparseSum:
             self.sum_N[cut.elements].add_(sum_M)
 
     def slots_of_sum(self, cut: Cut) -> torch.Tensor | None:
-        """In capacity mode: where the records of the complete sum of a cut lie, else None.
+        """In capacity mode `Slots.offsets` of the records of a cut's complete sum, else None.
 
-        A sum has at most as many non-zero elements as all ranks' messages.
+        A slot holds as many non-zero elements as all ranks' messages together, the most of a sum.
         """
         slots = self.message.slots
         if slots is None:
@@ -164,14 +169,15 @@ class SparseSum:
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
     ) -> Callable[[int, torch.Tensor], None]:
-        """For an all-gather of complete sums: puts the records of cut i, made by rank i, in place.
+        """The callback of an all-gather of complete sums, in which rank i sends the sum of cut i.
 
-        They replace this rank's values, also in its own shard, so that every rank has the same
-        bits. `dense` sums have a fixed size and therefore no slots.
+        It decodes a rank's records into this sum and into the gradient. That includes this rank's
+        own records, so that every rank has the same bits. `dense` sums have a fixed size and
+        therefore no slots.
         """
         names = names_of(self.exchange.transport)
 
-        def place(rank: int, records: torch.Tensor) -> None:
+        def write_sum(rank: int, records: torch.Tensor) -> None:
             """Replaces the values of `cuts[rank]` by these records, here and in the gradient."""
             cut = cuts[rank]
             slots_S = None if dense else self.slots_of_sum(cut)
@@ -179,7 +185,7 @@ class SparseSum:
             self.add_sum(records, cut, value_dtype, names[rank], fresh=True, slots_S=slots_S)
             self.write(cut.elements)
 
-        return place
+        return write_sum
 
     def round_partial(self, cut: Cut) -> None:
         """Rounds a partial sum as peers will receive it, so that all add the same numbers."""
@@ -188,15 +194,16 @@ class SparseSum:
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
     def settle(self, cut: Cut) -> None:
-        """Rounds a complete sum in place as its records do, and gives all NaN the same bits.
+        """Gives a complete sum the same bits on all ranks: rounds it as its records, unifies NaN.
 
-        So all ranks that hold it have the same bits. Call it before the records are encoded, where
-        a rank keeps a sum that others decode or add up themselves: the bits of a sum of two NaN
-        depend on their order, which differs there. Call it on the peers after they have decoded: on
-        a GPU decoding a NaN may change its bits.
+        Some ranks keep the sum that they added up, others decode its records. Call it
+
+        - where the sum was added up, before encoding: the bits of a sum of two NaN depend on their
+          order, which differs between ranks;
+        - on the peers, after decoding: on a GPU decoding a NaN may change its bits.
         """
         if self.sum_N is not self._bucket.grad_N:
-            return  # `write` rounds, to the dtype that complete sums travel in.
+            return  # `write` rounds to the gradient's dtype, in which complete sums travel
         part, dtype = self.sum_N[cut.elements], VALUE_DTYPES[self.final_dtype]
         with self._timer.stage("decode"):
             if dtype != part.dtype:
@@ -212,19 +219,17 @@ class SparseSum:
         dense: bool = False,
         slots_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encodes the sum of a cut; on CUDA this waits for the device, but not in capacity mode.
+        """Encodes the sum of a cut. On CUDA the CPU waits for the size, but not in capacity mode.
 
-        In that mode, where the message has `reports`, sizes are known beforehand.
-
-        Quantised, this rank's residual is added to the elements that are sent, and receives what
-        the levels lose, as if these elements had been selected again.
+        A quantised sum has error feedback, like a selection: this rank's residual is added to the
+        elements that are sent, and receives their rounding errors.
 
         Args:
             cut: which part of the sum.
             value_dtype: dtype of the values; the sum itself is left unrounded.
             out: uint8, at least the cut's capacity, or with slots up to their end. Mutated.
             dense: send every segment whole; the records' size is then the capacity.
-            slots_S: where the records begin; None for back to back.
+            slots_S: offsets of the records; None for back to back.
 
         Returns:
             The records, a view of `out`.
@@ -253,8 +258,8 @@ class SparseSum:
             )
             if reports is None:
                 return out[: int(sizes.sum())]
-            # Sizes are fixed. The sum may contain bad records whose error no rank has read yet.
-            # `spoil_` then makes the encoded sum useless, so that no rank can use it.
+            # Capacity mode. This sum may contain a peer's bad records, whose error the CPU has not
+            # read yet. `spoil_` then makes the encoded sum invalid, so that every rank refuses it.
             assert dense or slots_S is not None, "in capacity mode sums have slots or are dense"
             nbytes = cut.capacity(value_dtype) if slots_S is None else int(slots_S[-1])
             reports.spoil_(out[:nbytes])
@@ -273,7 +278,9 @@ class SparseSum:
 
 
 def sum_span(log2_span: int, ranks: int) -> int:
-    """The `RecordSpec.log2_span` of a sum of this many messages: it may have as many more entries.
+    """The `RecordSpec.log2_span` of a sum of so many messages, from that of the messages.
+
+    A sum may have `ranks` times as many non-zero elements, so its spans are that much shorter.
 
     Example:
         >>> sum_span(17, 5)

@@ -1,7 +1,8 @@
 """SSAR recursive doubling (SparCML, Renggli et al. 2019): the whole sparse sum, doubled each round.
 
 For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
-Let p be the largest power of two that is at most n; of the ranks above it, number p + i folds.
+Let p be the largest power of two that is at most n. Ranks below p are active; rank p + i folds into
+rank i, which is its host.
 
 Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
 Fold (if n > p): rank p + i sends its message to rank i, which adds it.
@@ -39,7 +40,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     identity = Identity.of_message(NAME, exchange, message)
     group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
-    active = 1 << (n.bit_length() - 1)
+    active = 1 << (n.bit_length() - 1)  # p
     whole = whole_cut(message.layout)
     yield from exchange_sizes([], identity, exchange.transport)
     sums = SparseSum(exchange, message)
@@ -47,50 +48,51 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     room = sums.take("received", whole.capacity("fp32", message.value_dtype))
     out = sums.take("encoded", whole.capacity("fp32"))
 
-    if rank >= active:
-        home = rank - active
-        yield from exchange_records(group, (home, own), None)
+    if rank >= active:  # fold and unfold of a folded rank
+        host = rank - active
+        yield from exchange_records(group, (host, own), None)
         room = room[: whole.capacity(sums.final_dtype)]
-        records = yield from exchange_records(group, None, (home, room), last=True)
-        sums.add_sum(records, whole, sums.final_dtype, home, fresh=True)
+        records = yield from exchange_records(group, None, (host, room), last=True)
+        sums.add_sum(records, whole, sums.final_dtype, host, fresh=True)
         sums.settle(whole)
         sums.write(slice(None))
         return group.sent_bytes
 
     sums.add_message(own, whole, rank, fresh=True)
-    guest = rank + active if rank + active < n else None
-    if guest is not None:
-        most = room[: whole.capacity(message.value_dtype)]
-        records = yield from exchange_records(group, None, (guest, most))
-        sums.add_message(records, whole, guest)
+    folded = rank + active if rank + active < n else None  # the rank that folds into this one
+    if folded is not None:
+        space = room[: whole.capacity(message.value_dtype)]
+        records = yield from exchange_records(group, None, (folded, space))
+        sums.add_message(records, whole, folded)
+        # This rank adds to the sum as its peer will receive it, so that both get the same bits.
         sums.round_partial(whole)
     distance = 1
     while distance < active:
         peer = rank ^ distance
-        # In the first exchange both ends know which of them has only its own message to send.
-        sent_is_sum = distance > 1 or guest is not None
-        received_is_sum = distance > 1 or peer + active < n
-        sent = sums.encode(whole, sums.partial_dtype, out) if sent_is_sum else own
-        dtype = sums.partial_dtype if received_is_sum else message.value_dtype
-        most = room[: whole.capacity(dtype)]
-        is_last = guest is None and 2 * distance == active
-        records = yield from exchange_records(group, (peer, sent), (peer, most), last=is_last)
-        if received_is_sum:
+        # In the first exchange a rank with no folded rank sends its own message, not a sum.
+        sends_sum = distance > 1 or folded is not None
+        receives_sum = distance > 1 or peer + active < n
+        sent = sums.encode(whole, sums.partial_dtype, out) if sends_sum else own
+        dtype = sums.partial_dtype if receives_sum else message.value_dtype
+        space = room[: whole.capacity(dtype)]
+        is_last = folded is None and 2 * distance == active
+        records = yield from exchange_records(group, (peer, sent), (peer, space), last=is_last)
+        if receives_sum:
             sums.add_sum(records, whole, dtype, peer)
         else:
             sums.add_message(records, whole, peer)
         sums.round_partial(whole)
         distance *= 2
     sums.settle(whole)
-    if guest is not None:
+    if folded is not None:
         sent = sums.encode(whole, sums.final_dtype, out)
-        yield from exchange_records(group, (guest, sent), None, last=True)
+        yield from exchange_records(group, (folded, sent), None, last=True)
     sums.write(slice(None))
     return group.sent_bytes
 
 
 def cost(run: DryRun) -> None:
-    """The whole sum: in each round it covers twice as many ranks and is encoded again.
+    """Predicts the time of `ssar_rd`, whose sum covers twice as many ranks in each round.
 
     log2 n alpha + beta times the sum of the sizes of the sums of 1, 2, 4, ..., n / 2 ranks
     (SparCML, section 5; for COO this is ZEN's equation 2). Added: the size that is sent before each
@@ -99,12 +101,12 @@ def cost(run: DryRun) -> None:
     n, whole = run.n, run.piece()
     active = 1 << (n.bit_length() - 1)
     ranks = np.arange(n)
-    is_active_n, is_host_n = ranks < active, ranks < n - active
+    is_active_n, is_host_n = ranks < active, ranks < n - active  # of all ranks; of those that fold
     own, sums = run.messages(SCHEME.message_format(run.options)), run.sum_format()
     run.agree()
 
     def density_of(count_n: np.ndarray) -> np.ndarray:
-        """The densities of sums of so many ranks' messages."""
+        """The densities of sums of `count_n` messages."""
         return np.asarray(each(lambda count: run.densities.whole(round(count)), count_n))
 
     def pass_records(target_n: np.ndarray, nbytes_n: Density) -> None:
@@ -115,26 +117,26 @@ def cost(run: DryRun) -> None:
     message_bytes = float(own.nbytes(whole, one, run.b))
     addition_s = own.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
     run.work(is_active_n * own.seconds(CodecOp.DECODE, whole, one, run.b))
-    if n > active:
+    if n > active:  # fold
         pass_records(np.where(is_active_n, -1, ranks - active), message_bytes)
         run.work(is_host_n * addition_s)
     count_n = np.where(is_host_n, 2, 1)  # messages in each rank's sum
-    is_sum_n = is_host_n  # whether the rank holds more than its own message
+    is_sum_n = is_host_n  # whether the rank's sum has more than its own message
     distance = 1
-    while distance < active:
+    while distance < active:  # doubling
         peer_n = np.where(is_active_n, ranks ^ distance, -1)
         density_n = density_of(count_n)
         encoding_n = sums.seconds(CodecOp.ENCODE, whole, density_n, run.p)
         run.work(is_active_n * is_sum_n * encoding_n)
         sum_bytes_n = sums.nbytes(whole, density_n, run.p)
         pass_records(peer_n, np.where(is_sum_n, sum_bytes_n, message_bytes))
-        theirs_n = np.where(is_active_n, peer_n, 0)
-        adding_n = sums.seconds(CodecOp.DECODE_ADD, whole, density_n[theirs_n], run.p)
-        run.work(is_active_n * np.where(is_sum_n[theirs_n], adding_n, addition_s))
-        count_n = count_n + count_n[theirs_n] * is_active_n
+        sender_n = np.where(is_active_n, peer_n, 0)  # 0: any valid index, for folded ranks
+        adding_n = sums.seconds(CodecOp.DECODE_ADD, whole, density_n[sender_n], run.p)
+        run.work(is_active_n * np.where(is_sum_n[sender_n], adding_n, addition_s))
+        count_n = count_n + count_n[sender_n] * is_active_n
         is_sum_n = is_active_n
         distance *= 2
-    if n > active:
+    if n > active:  # unfold
         density = run.densities.whole(n)
         run.work(is_host_n * sums.seconds(CodecOp.ENCODE, whole, density, run.b))
         pass_records(

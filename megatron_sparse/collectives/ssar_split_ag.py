@@ -35,14 +35,15 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
 
 def cost(run: DryRun) -> None:
-    """Shards to their owners; the sums of shards by recursive doubling.
+    """Predicts the time of `ssar_split_ag`: shards to their owners, then recursive doubling.
 
     With messages of m bytes and a sum of M bytes: ((n - 1) + log2 n) alpha + (n - 1) / n (m + M)
     beta (SparCML, section 5). Added: the sizes that are sent first, encoding and adding.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
-    sum_n, sent_n = run.densities.shards(run.n, run.n), run.sum_density(run.n)
-    spread_sums_cost(run, run.gathered_sums(), sum_n, sent_n, doubling_all_gather_cost)
+    density_n, sent_density_n = run.densities.shards(run.n, run.n), run.sum_density(run.n)
+    form = run.gathered_sums()
+    spread_sums_cost(run, form, density_n, sent_density_n, doubling_all_gather_cost)
 
 
 SCHEME = Scheme(

@@ -1,6 +1,6 @@
-"""Straggler-aware dense reduction (StragglAR, section 3): the others do not wait for the last one.
+"""Straggler-aware dense reduction (StragglAR, section 3): early ranks start without the last one.
 
-All ranks know the straggler (`Exchange.straggler`); this file does not choose it.
+All ranks know the straggler (`Exchange.straggler`), here `late`; all other ranks are early.
 The bucket is cut into n - 1 chunks, at multiples of 4096 elements where it is long enough.
 
 Phase 1, n - 2 rounds, without the straggler: the n - 1 early ranks send each other the parts of
@@ -78,7 +78,7 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         yield from sums.reduce_early(early)
         sent_bytes = early.sent_bytes
     handshake = None
-    if transport.device.type == "cpu":
+    if transport.device.type == "cpu":  # CUDA has no agreement, as in `dense`: the CPU would wait
         handshake = shake_hands(identity, [], late, transport)
     yield from _meet(sums, late, group, handshake)
     store(exchange.bucket.grad_N, values_N)
@@ -91,15 +91,15 @@ def _meet(
     group: Subgroup,
     handshake: tuple[Work, Callable[[], object]] | None,
 ) -> Phase:
-    """Phase 2: this rank's meetings, one after another; each gives and takes at most a chunk.
+    """Phase 2: this rank's meetings one after another. Each sends and receives at most one chunk.
 
-    The first exchange is posted along with the handshake, if there is one.
+    The first exchange is posted along with `handshake` (see `shake_hands`), if there is one.
     """
     is_late = group.rank == late
     meetings = meetings_of(group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
-        # The straggler and an early rank swap their parts of the chunk that the early rank takes.
-        # Other chunks that are given or taken are complete.
+        # An early rank and the straggler swap partial sums of one chunk. All other chunks that are
+        # sent or received are complete.
         swaps_with_late = peer == late and gives is not None
         swapped = takes if is_late or swaps_with_late else None
         received = None
@@ -114,45 +114,46 @@ def _meet(
             yield POSTED
         if number == 0 and handshake is not None:
             if not is_late:
-                # The next bucket's early part need not wait for the straggler of this one.
+                # The next bucket's phase 1 need not wait for the straggler of this bucket.
                 yield UNORDERED
             # Wait for the handshake first: if the straggler never comes, the error names it.
-            came, read = handshake
-            yield came
-            read()
+            rows_arrived, read_rows = handshake
+            yield rows_arrived
+            read_rows()  # raises if the peer is in another collective
         yield work
         if swapped is not None and received is not None:
             sums.complete(swapped, received, is_late=is_late)
 
 
 class _Sums:
-    """This rank's sums: of its own chunk if it is early, of everything if it is the straggler.
+    """This rank's values and the partial sum of its own chunk (if it is early).
 
     Args:
         exchange: of the collective.
-        values_N: own contributions; complete chunks replace them, in the values' dtype.
+        values_N: this rank's contribution; complete chunks replace it, in the values' dtype.
     """
 
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         bucket = exchange.bucket
         self._values_N, self._exchange, self._timer = values_N, exchange, exchange.timer
         cuts = chunk_cuts(bucket.numel, bucket.world_size - 1)
-        self._chunks = [slice(*ends) for ends in pairwise(cuts)]  # by early rank
+        self._chunks = [slice(*ends) for ends in pairwise(cuts)]  # by number of early rank
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
-        self._early_M: torch.Tensor  # the early ranks' sum, made by `reduce_early`
+        # The early ranks' sum of this rank's chunk; `reduce_early` sets it, on early ranks only.
+        self._early_M: torch.Tensor
 
     def chunk(self, number: int) -> torch.Tensor:
         """One chunk of the values, a view."""
         return self._values_N[self._chunks[number]]
 
     def reduce_early(self, group: Subgroup) -> Phase:
-        """Phase 1: leaves the early ranks' sum of this rank's chunk here, in fp32."""
+        """Phase 1, among the early ranks: computes their sum of this rank's chunk, in fp32."""
         n, rank = group.world_size, group.rank
         chunks = [self.chunk(number) for number in range(n)]
         own_M = chunks[rank]
         room = self._exchange.take("parts", (n - 1) * own_M.numel(), own_M.dtype)
         parts = [*room.view(n - 1, own_M.numel())]
-        parts.insert(rank, own_M)
+        parts.insert(rank, own_M)  # now in rank order
         yield from pairwise_all_to_all(chunks, parts, group, last=False)
         self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)
         first, *others = parts
@@ -162,23 +163,25 @@ class _Sums:
                 self._early_M.add_(part)
 
     def swap(self, number: int, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor that this rank sends for a chunk's other part, and room for that part.
+        """Returns (what this rank sends, room for what it receives) when a chunk is swapped.
 
-        An early rank rounds its own sum as it travels, so that both add the same numbers.
+        The straggler sends its values of the chunk, an early rank the early ranks' sum. If that sum
+        is rounded to be sent, the early rank keeps the rounded sum, so that both ranks add the same
+        numbers.
         """
         own_M = self.chunk(number)
         if is_late:
             return own_M, self._exchange.take("incoming", own_M.numel(), self._partial_dtype)
         sum_M = self._early_M
         sent = as_partial(self._exchange, sum_M, self._partial_dtype)
-        if sent is not sum_M:
+        if sent is not sum_M:  # a rounded copy
             sum_M.copy_(sent)
         return sent, self._exchange.take("incoming", own_M.numel(), own_M.dtype)
 
     def complete(self, number: int, received_M: torch.Tensor, *, is_late: bool) -> None:
-        """Adds early ranks' sum and straggler's part, and rounds the result into its place.
+        """Adds the early ranks' sum and the straggler's values of a chunk, after a swap.
 
-        In one pass over memory: the next round waits for it.
+        The fp32 result is rounded into `values_N` in the same pass: the next round waits for it.
         """
         own_M = self.chunk(number)
         with self._timer.stage("decode"):
@@ -186,7 +189,7 @@ class _Sums:
                 early_M, late_M = self._early_M, received_M
             elif received_M.dtype == torch.float32:
                 early_M, late_M = received_M, own_M
-            else:
+            else:  # widen the early sum, so that the addition is in fp32
                 wide_M = self._exchange.take("early", own_M.numel(), torch.float32)
                 early_M, late_M = wide_M.copy_(received_M), own_M
             torch.add(early_M, late_M, out=own_M)

@@ -86,8 +86,7 @@ def cuts_of_chunks(layout: Layout, bucket: Bucket) -> list[Cut]:
 def straggler_direct(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`. The message is cut into shards and at `straggler_cuts`,
-    in both forms.
+    Arguments and errors as of `agsparse`. The message is cut into shards and at `straggler_cuts`.
 
     Raises:
         ConfigError: the straggler is no rank of the group.
@@ -100,7 +99,7 @@ def straggler_direct(exchange: Exchange, message: Message) -> Steps:
 
 
 class _Run:
-    """The collective on one rank; the arguments are those of the collective."""
+    """The collective on one rank, with the arguments of `straggler_direct` and the straggler."""
 
     def __init__(self, exchange: Exchange, message: Message, late: int) -> None:
         self.exchange, self.message, self.late = exchange, message, late
@@ -113,51 +112,53 @@ class _Run:
         self.meetings = meetings_of(n, late)[self.transport.rank]
 
     def as_early(self) -> Generator[Yielded, None, int]:
-        """An early rank's part: phase 1, the handshake, its meetings; returns the bytes it sent."""
+        """Runs all phases on an early rank; returns the bytes that it sent."""
         subset = SubsetTransport(self.transport, self.early_ranks, HANDSHAKE_TAG)
         # Sparse schemes use only the methods that a subset transport has.
         exchange = replace(self.exchange, transport=cast("Transport", subset))
         early = Subgroup(self.transport, self.early_ranks, self.group.tag)
         sums = SparseSum(exchange, self.message)
-        sums.gather_dtype = sums.partial_dtype  # the early sum is not complete
+        sums.gather_dtype = sums.partial_dtype  # the gathered early sums are not complete
         yield from split(self.identity, self.chunks, sums, early, last=False)
-        # Not `encode_own_shard`: its buffer has room for all chunks sent whole, in every bucket.
+        # Not `encode_own_shard`: its buffer has the capacity of all chunks, and on a CPU each
+        # bucket would have one.
         chunk, dtype = self.chunks[early.rank], sums.gather_dtype
         own = sums.encode(chunk, dtype, sums.take("given", chunk.capacity(dtype)))
         table = yield from exchange_sizes([own.numel()], self.identity, subset)
         early_sizes = [size for (size,) in table]
         check_announced(early_sizes, self.chunks, dtype, self.early_ranks)
         room = sums.take("gathered", sum(early_sizes) - own.numel())
-        place = sums.placer(self.chunks)
-        yield from pairwise_all_gather(own, room, early_sizes, early, place, last=False)
+        write_sum = sums.placer(self.chunks)
+        yield from pairwise_all_gather(own, room, early_sizes, early, write_sum, last=False)
+        # Now `sums` has the early sum of every chunk.
         (late_sizes,) = yield from self._shake_hands([own.numel()])
         senders = [self.late] * len(self.chunks)
         check_announced(late_sizes, self.chunks, self.message.value_dtype, senders)
-        records = sums.take("late", sum(late_sizes)).split(late_sizes)
+        late_records = sums.take("late", sum(late_sizes)).split(late_sizes)  # by chunk
 
-        def records_for(peer: int, chunk: int) -> torch.Tensor:
-            """For the straggler the early sum of this rank's chunk, for others its message's."""
-            return own if peer == self.late else records[chunk]
+        def records_for(peer: int, number: int) -> torch.Tensor:
+            """Its own early sum for the straggler, the straggler's records for early ranks."""
+            return own if peer == self.late else late_records[number]
 
-        def add(chunk: int) -> None:
+        def add(number: int) -> None:
             """Adds a chunk of the straggler's message that has arrived."""
-            sums.add_message(records[chunk], self.chunks[chunk], self.late)
+            sums.add_message(late_records[number], self.chunks[number], self.late)
 
-        yield from self._meet(records_for, records, add)
+        yield from self._meet(records_for, late_records, add)
         sums.write(slice(None))
         return early.sent_bytes + self.group.sent_bytes
 
     def as_straggler(self) -> Generator[Yielded, None, int]:
-        """The straggler's part: the handshake and its meetings; returns the bytes it sent."""
+        """Runs the handshake and phase 2 on the straggler; returns the bytes that it sent."""
         sums = SparseSum(self.exchange, self.message)
         own = message_parts(self.message, self.chunks)
         rows = yield from self._shake_hands([records.numel() for records in own])
-        sizes = [size for (size,) in rows]
+        sizes = [size for (size,) in rows]  # of each early rank's sum
         check_announced(sizes, self.chunks, sums.partial_dtype, self.early_ranks)
         received = sums.take("given", sum(sizes)).split(sizes)
 
         def add(number: int) -> None:
-            """Takes the early sum of a chunk that has arrived, and adds this rank's own part."""
+            """Decodes the early sum of a chunk that has arrived, then adds this rank's message."""
             chunk, rank = self.chunks[number], self.early_ranks[number]
             sums.add_sum(received[number], chunk, sums.partial_dtype, rank, fresh=True)
             sums.add_message(own[number], chunk, self.late)
@@ -167,13 +168,16 @@ class _Run:
         return self.group.sent_bytes
 
     def _shake_hands(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
-        """Sends these sizes to this rank's peers; returns for each peer the sizes that it sent."""
-        work, read = shake_hands(self.identity, sizes, self.late, self.transport)
+        """The handshake between the straggler and each early rank: exchanges identities and sizes.
+
+        Returns the sizes of each peer, by peer: the straggler, or on it the early ranks.
+        """
+        work, read_rows = shake_hands(self.identity, sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
-            # The next bucket's early part need not wait for the straggler of this one.
+            # The next bucket's phase 1 need not wait for the straggler of this bucket.
             yield UNORDERED
         yield work
-        return read()
+        return read_rows()
 
     def _meet(
         self,
@@ -181,29 +185,25 @@ class _Run:
         received: Sequence[torch.Tensor],
         arrived: Callable[[int], None],
     ) -> Phase:
-        """Phase 2; the records of one round are added while the next round is on its way.
+        """Phase 2: runs this rank's meetings; adds one round's records while the next is in flight.
 
         Args:
-            part_for: takes a peer and a chunk; returns the records for that peer.
-            received: room for each chunk.
-            arrived: called with each chunk that has arrived.
+            part_for: takes a peer and a chunk's number; returns the records to send to that peer.
+            received: room for the records of each chunk, by chunk.
+            arrived: called with the number of each chunk that has arrived.
         """
         rounds: list[Round] = []
         for peer, gives, takes in self.meetings:
             sends = [] if gives is None else [(peer, part_for(peer, gives))]
             rounds.append((sends, [] if takes is None else [(peer, received[takes])]))
 
-        def before(number: int) -> None:
-            """Hands over the chunk of the round before `number`, which may be on its way.
-
-            After the last round, `number` is the number of rounds.
-            """
+        def hand_over(number: int) -> None:
+            """Hands over the chunk that arrived in meeting `number` - 1. See `in_rounds`."""
             takes = self.meetings[number - 1].receives if number else None
             if takes is not None:
                 arrived(takes)
 
-        # `last`: this rank posts nothing after these rounds.
-        yield from self.group.in_rounds(rounds, before, last=True)
+        yield from self.group.in_rounds(rounds, hand_over, last=True)
 
 
 SCHEME = Scheme(

@@ -35,10 +35,10 @@ MIN_UNITS = 256
 
 
 def straggler_of(exchange: Exchange) -> int | None:
-    """The straggler that all ranks know of; a rank alone has none.
+    """The straggler to skip; None if none is known, or if the group has one rank.
 
     Raises:
-        ConfigError: there is no such rank.
+        ConfigError: the straggler is not a rank of the group.
     """
     straggler, world_size = exchange.straggler, exchange.transport.world_size
     if straggler is None or world_size == 1:
@@ -48,7 +48,9 @@ def straggler_of(exchange: Exchange) -> int | None:
 
 
 def chunk_cuts(numel: int, chunks: int) -> list[int]:
-    """Offsets that cut a bucket into nearly even chunks, aligned where they are long enough.
+    """The chunks + 1 offsets that cut a bucket into nearly equal chunks.
+
+    Offsets are multiples of `ALIGNMENT`, in short buckets of a smaller power of two.
 
     Example:
         >>> chunk_cuts(10, 3), chunk_cuts(3_000_000, 2)
@@ -61,7 +63,7 @@ def chunk_cuts(numel: int, chunks: int) -> list[int]:
 
 
 class Meeting(NamedTuple):
-    """One rank's part of one round: the chunks that it sends and receives, if any."""
+    """One rank's exchange in a round: the peer, the chunks that it sends and receives (or None)."""
 
     peer: int
     sends: int | None
@@ -70,7 +72,7 @@ class Meeting(NamedTuple):
 
 @lru_cache(maxsize=64)
 def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
-    """The schedule as each rank sees it, by rank, without the rounds in which it is idle.
+    """The meetings of each rank in the order of the schedule, by rank; rounds without one left out.
 
     Example:
         >>> meetings_of(2, straggler=1)[0]
@@ -82,7 +84,7 @@ def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
         for sender, receiver in chunk_of:
             sent, back = chunk_of[sender, receiver], chunk_of.get((receiver, sender))
             meetings[sender].append(Meeting(receiver, sent, back))
-            if back is None:  # else the transfer back makes the receiver's meeting
+            if back is None:  # else the loop adds the receiver's meeting with the transfer back
                 meetings[receiver].append(Meeting(sender, None, sent))
     return meetings
 
@@ -90,19 +92,15 @@ def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
 def shake_hands(
     identity: Identity, sizes: Sequence[int], straggler: int, transport: Transport
 ) -> tuple[Work, Callable[[], list[list[int]]]]:
-    """Posts the rows by which the straggler and the early ranks meet; see the module's docstring.
+    """Posts the handshake: the straggler and each early rank exchange rows with identity and sizes.
 
-    Args:
-        identity: of the collective, as this rank has it.
-        sizes: of this rank's coming messages; n - 1 at most.
-        straggler: its rank.
-        transport: of the whole group.
+    `sizes`, n - 1 at most, are those of this rank's coming messages.
 
     Returns:
-        A work that is done when the rows have come; and a function that then reads them, on the
-        host: the sizes that each peer will send. The straggler's peers are the early ranks, in
-        order. It raises `CommunicationError` if a peer takes part in another collective, and
-        `WireFormatError` if a row is damaged.
+        (work, read). `work` is done when the rows have arrived. `read()` then returns, for each
+        peer, the sizes that it will send; the straggler's peers are the early ranks, in order. It
+        copies the rows to the CPU. It raises `CommunicationError` if a peer takes part in another
+        collective, and `WireFormatError` if a row is damaged.
     """
     early = early_ranks(transport.world_size, straggler)
     peers = early if transport.rank == straggler else [straggler]

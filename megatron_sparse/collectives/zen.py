@@ -86,20 +86,20 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     h0 = PermutationHash(bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
     step, checksum = message.step, message.checksum
-    # Of each server's partition, which lies all over the bucket: offset 0.
-    records = [
+    # By server. A partition's elements lie all over the bucket, so each record's offset is 0.
+    partitions = [
         PartitionRecord(h0, server, dtype, offset=0, step=step, checksum=checksum)
         for server in range(n)
     ]
     with timer.stage("encode"):
-        parts = _cut(message, h0, options)
-        pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in records]
+        pairs = _cut(message, h0, options)
+        pushed = [hash_pairs.encode(*pairs.of(each.partition), each) for each in partitions]
     sums = SparseSum(exchange, message)
-    sum_P = yield from _push(identity, pushed, records, sums, group)
+    sum_P = yield from _push(identity, pushed, partitions, sums, group)
     with timer.stage("encode"):
         rounded_P = round_into(sum_P.new_empty(sum_P.shape, dtype=dtype), sum_P)
-        pulled = hash_bitmap.encode(rounded_P, records[group.rank])
-    yield from _pull(identity, pulled, records, sums, group)
+        pulled = hash_bitmap.encode(rounded_P, partitions[group.rank])
+    yield from _pull(identity, pulled, partitions, sums, group)
     sums.write(slice(None))  # the whole bucket
     return group.sent_bytes
 
@@ -116,7 +116,7 @@ def _check_bucket(bucket: Bucket) -> None:
 
 
 def _cut(message: Message, h0: PermutationHash, options: SchemeConfig) -> Partitioned:
-    """Cuts a message's pairs by partition: by Algorithm 1, or with no `hash_rounds` by a sort."""
+    """Groups a message's pairs by partition: by Algorithm 1, or by a sort if `hash_rounds` is 0."""
     indices_K, values_K = entries(message)
     if options.hash_rounds == 0:
         return split(h0, indices_K, values_K)
@@ -126,16 +126,17 @@ def _cut(message: Message, h0: PermutationHash, options: SchemeConfig) -> Partit
 def _push(
     identity: Identity,
     pushed: list[torch.Tensor],
-    places: list[PartitionRecord],
+    partitions: list[PartitionRecord],
     sums: SparseSum,
     group: Subgroup,
 ) -> Generator[Yielded, None, torch.Tensor]:
-    """The agreement and the Push; returns the fp32 sums of this rank's partition, by position.
+    """Agrees on sizes and runs the Push; returns the fp32 sums of this rank's partition.
 
-    `pushed` are the encoded records for the servers, `places` describe them; both are by server.
+    `pushed`: the encoded records for each server. `partitions`: the layout of each server's
+    records. The result is by position in the partition, [P].
     """
     n, rank, exchange = group.world_size, group.rank, sums.exchange
-    own = places[rank]
+    own = partitions[rank]
     own_sizes = [record.numel() for record in pushed]
     table = yield from exchange_sizes(own_sizes, identity, exchange.transport)
     sizes = [row[rank] for row in table]
@@ -153,56 +154,57 @@ def _push(
 def _pull(
     identity: Identity,
     own: torch.Tensor,
-    places: list[PartitionRecord],
+    partitions: list[PartitionRecord],
     sums: SparseSum,
     group: Subgroup,
 ) -> Phase:
-    """Leaves the sums of all partitions in `sums`; its own as rounded for the other ranks.
+    """Runs the Pull: every server sends its encoded sums to all, which decode them into `sums`.
 
-    `own` is this rank's encoded sum; `places` describe the partitions, by server.
+    Decodes this rank's own sums (`own`) too, because they are rounded as on all other ranks.
+    `partitions`: the layout of each server's records.
     """
     exchange = sums.exchange
     table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
-    check_sizes(sizes, [place.capacity for place in places], range(len(places)))
+    check_sizes(sizes, [each.capacity for each in partitions], range(len(partitions)))
     with exchange.timer.stage("decode"):
-        sums.sum_N.zero_()
+        sums.sum_N.zero_()  # the bitmaps' decoder adds
 
     def arrived(server: int, record: torch.Tensor) -> None:
-        """Writes a server's sums to their places."""
+        """Decodes a server's sums into their elements of the bucket."""
         with exchange.timer.stage("decode"):
-            hash_bitmap.decode_add_(sums.sum_N, record, places[server], rank=server)
+            hash_bitmap.decode_add_(sums.sum_N, record, partitions[server], rank=server)
 
     room = sums.take("gathered", sum(sizes) - own.numel())
     yield from pairwise_all_gather(own, room, sizes, group, arrived)
 
 
 def cost(run: DryRun) -> None:
-    """Shards by hash: all servers carry the same load.
+    """Predicts the time of `zen`, in which all servers carry the same load.
 
-    ZEN's equation 1, Balanced Parallelism: (n - 1) / n (d + D) 2 M / B for COO, d being the density
-    of a message and D that of the sum of n ranks (skewness s = 1). Added: bytes of the real
-    records; n - 1 rounds of alpha in each half; the cut by hash; encoding, and adding one message
-    after the other; and the pass that clears the bucket before the Pull's sums are written.
+    ZEN's equation 1, Balanced Parallelism: (n - 1) / n (d + D) 2 M / B for COO, with the density d
+    of a message and D of the sum of n ranks, M bytes of a dense bucket, bandwidth B (skewness 1).
+    Added: bytes of the real records; n - 1 rounds of alpha in Push and Pull; the cut by hash;
+    encoding, and adding one message after the other; clearing the bucket before the Pull's sums.
     """
     n, numel, codec_s = run.n, run.shape.numel, run.cluster.codec_s
     kept = run.shape.kept_numel / numel if numel else 0.0
     # Elements that are always sent whole travel among the pairs too.
-    one, total = (kept + (1 - kept) * run.densities.whole(ranks) for ranks in (1, n))
-    positions = numel / n
-    run.work(codec_s(CodecOp.PARTITION, "pairs", numel, one, run.b))
-    run.work(n * codec_s(CodecOp.ENCODE, "pairs", positions, one, run.b))
+    density, sum_density = (kept + (1 - kept) * run.densities.whole(ranks) for ranks in (1, n))
+    positions = numel / n  # elements of a partition
+    run.work(codec_s(CodecOp.PARTITION, "pairs", numel, density, run.b))
+    run.work(n * codec_s(CodecOp.ENCODE, "pairs", positions, density, run.b))
     run.agree()
-    pushed = float(push_bytes(positions, one, run.b))
-    send_shards_cost(run, pushed)
+    pushed_bytes = float(push_bytes(positions, density, run.b))
+    send_shards_cost(run, pushed_bytes)
     run.work(run.clearing_s(positions))
-    run.work(n * codec_s(CodecOp.DECODE_ADD, "pairs", positions, one, run.b))
-    run.work(codec_s(CodecOp.ENCODE, "hash_bitmap", positions, total, run.b))
+    run.work(n * codec_s(CodecOp.DECODE_ADD, "pairs", positions, density, run.b))
+    run.work(codec_s(CodecOp.ENCODE, "hash_bitmap", positions, sum_density, run.b))
     run.agree()
     run.work(run.clearing_s(numel))
-    decoding_s = codec_s(CodecOp.DECODE_ADD, "hash_bitmap", positions, total, run.b)
-    pulled = float(pull_bytes(positions, total, run.b))
-    gather_sums_cost(run, pulled, decoding_s)
+    decoding_s = codec_s(CodecOp.DECODE_ADD, "hash_bitmap", positions, sum_density, run.b)
+    pulled_bytes = float(pull_bytes(positions, sum_density, run.b))
+    gather_sums_cost(run, pulled_bytes, decoding_s)
 
 
 SCHEME = Scheme(

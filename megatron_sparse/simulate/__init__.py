@@ -22,7 +22,7 @@ FIGURES: Sequence[Figure] = (*spccl.FIGURES, *zen.FIGURES, *pccl.FIGURES, *strag
 
 
 def select(paper: str | None, number: int | None) -> list[Figure]:
-    """Figures by paper and number.
+    """The figures of a paper, or one of them.
 
     Args:
         paper: spccl, zen, pccl or stragglar; None for all.

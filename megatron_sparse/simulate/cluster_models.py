@@ -40,13 +40,14 @@ smaller."""
 
 
 def model(name: str) -> ClusterModel:
-    """Computes a model cluster; takes seconds."""
+    """Computes the model of one cluster in `MACHINES`, with its codec rates; takes seconds."""
     machine, nodes = MACHINES[name]
     return ClusterModel(
         name=name,
         device="cuda",
         nodes=(machine.ranks_per_node,) * nodes,
         nic=machine.nic,
+        # With one rank in a node no message uses `intra`.
         intra=machine.inter if machine.ranks_per_node == 1 else machine.intra,
         inter=machine.inter,
         dense=machine.inter,
@@ -59,7 +60,7 @@ def model(name: str) -> ClusterModel:
 
 
 def comment(name: str) -> str:
-    """The file's first lines."""
+    """The comment that begins the cluster file: a command that uses it, and its assumptions."""
     machine, _ = MACHINES[name]
     return (
         f"megatron-sparse plan --bucket-bytes 64M --ranks 8 --cluster {name}\n"
@@ -70,19 +71,19 @@ def comment(name: str) -> str:
 
 
 def _rates(machine: Machine) -> Iterator[CodecRate]:
-    """The rate of every call of the codec, from the bytes that it moves at each of `NUMELS`."""
-    calls: list[CodecCall] = []
-    moved_s = []
+    """Yields the rate of each codec operation, fitted to the bytes that it moves at `NUMELS`."""
+    calls: list[CodecCall] = []  # the same operations for each size
+    times_by_numel_s = []
     for numel in NUMELS:
         calls = list(codec_calls(numel, DENSITIES, torch.device("cpu")))
-        moved_s.append([_bytes_of(call) / machine.codec_rate for call in calls])
-    for call, *times_s in zip(calls, *moved_s, strict=True):
+        times_by_numel_s.append([_bytes_of(call) / machine.codec_rate for call in calls])
+    for call, *times_s in zip(calls, *times_by_numel_s, strict=True):
         yield fit_rate(call, NUMELS, times_s)
 
 
 def _bytes_of(call: CodecCall) -> float:
-    """Bytes that one call moves if its buffers exist already."""
-    call.run()
+    """Bytes that one call moves; allocating its buffers is left out."""
+    call.run()  # allocates them
     with OperationMeter(moved_bytes) as meter:
         call.run()
     return meter.total

@@ -64,14 +64,9 @@ class Figure:
         return f"{self.paper}-figure-{self.number}"
 
     def make(self, folder: Path, *, fast: bool) -> list[Path]:
-        """Writes `<name>.csv` and `<name>.png`.
+        """Writes `<name>.csv` and `<name>.png` into a folder, made if missing; returns their paths.
 
-        Args:
-            folder: made if missing.
-            fast: make a much smaller sweep; the title says so.
-
-        Returns:
-            The files.
+        `fast`: make a much smaller sweep; the title says so.
 
         Raises:
             DependencyError: matplotlib is missing.
@@ -92,18 +87,10 @@ def write_picture(
     *,
     title: str = "",
 ) -> list[Path]:
-    """Writes a picture and the CSV that it is drawn from: `<name>.csv` and `<name>.png`.
+    """Writes a picture and the CSV that it is drawn from; returns (`<name>.csv`, `<name>.png`).
 
-    Args:
-        folder: made if missing.
-        name: of the files.
-        rows: of the CSV, one at least.
-        draw: puts them onto an empty canvas.
-        height_in: of the picture.
-        title: above it; empty for none, or where `draw` writes one.
-
-    Returns:
-        The files.
+    `draw` puts the rows (at least one) onto an empty canvas. The title above it may be empty, for
+    instance if `draw` writes one. The folder is made if missing.
 
     Raises:
         DependencyError: matplotlib is missing.
@@ -125,21 +112,22 @@ def write_picture(
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes rows; the header is the first row's columns. Floats keep six digits."""
+    """Writes rows under a header, the keys of the first row. Floats keep six significant digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-            writer.writerow(short)
+            rounded = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow(rounded)
 
 
 def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
-    """Groups rows by the value of one or several columns; keeps their order."""
+    """Groups rows by the value of a column, or by the values of several columns as a tuple."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
-        value = tuple(row[key] for key in keys)
-        found.setdefault(value if len(keys) > 1 else value[0], []).append(row)
+        values = tuple(row[key] for key in keys)
+        group = values if len(keys) > 1 else values[0]
+        found.setdefault(group, []).append(row)
     return found
 
 
@@ -165,18 +153,10 @@ def draw_lines(
     title: str = "",
     **labels: Any,
 ) -> None:
-    """A line for each value of `series`.
+    """Draws a line for each value of the column `series`: column y over column x.
 
-    Args:
-        axes: drawn on.
-        rows: with the columns `series`, x and y.
-        x: column.
-        y: column.
-        styles: of each series.
-        log: the logarithmic axes: `x`, `y` or `xy`.
-        ticks: whether each value of x has a tick, and no other place.
-        title: above the lines, in small letters.
-        labels: arguments of `axes.set`.
+    `log`: the logarithmic axes: `x`, `y` or `xy`. `ticks`: put ticks at the values of x and nowhere
+    else. `title`: above the lines, in small letters. `labels`: arguments of `axes.set`.
     """
     for name, members in groups(rows, "series").items():
         colour, marker, dash = styles[name]
@@ -203,10 +183,13 @@ def draw_lines(
 def panels(
     canvas: Canvas, rows: Sequence[Row], by: str, *, sharey: bool = False
 ) -> list[tuple[Any, Axes, list[Row]]]:
-    """Panels side by side for the values of the column `by`: each value, its panel, its rows."""
-    members = groups(rows, by)
-    line = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
-    return list(zip(members, line, members.values(), strict=True))
+    """Makes a panel for each value of the column `by`, side by side.
+
+    Returns (value, panel, rows with this value) for each.
+    """
+    rows_by_value = groups(rows, by)
+    axes = canvas.subplots(1, len(rows_by_value), squeeze=False, sharey=sharey)[0]
+    return list(zip(rows_by_value, axes, rows_by_value.values(), strict=True))
 
 
 def line_panels(
@@ -217,27 +200,23 @@ def line_panels(
     y: str,
     *,
     sharey: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> dict[Any, Axes]:
-    """A panel of lines for each value of the column `by`, and one legend; returns the panels.
+    """Draws a panel of lines y over x for each value of the column `by`, with one legend.
 
-    The arguments that are no columns are those of `draw_lines`, and `sharey`: one scale for all.
+    `sharey`: all panels have one scale. `options` are passed to `draw_lines`. Returns the panels,
+    by value.
     """
     found = {}
-    for value, axes, part in panels(canvas, rows, by, sharey=sharey):
-        draw_lines(axes, part, x, y, styles_of(rows), **how)
+    for value, axes, panel_rows in panels(canvas, rows, by, sharey=sharey):
+        draw_lines(axes, panel_rows, x, y, styles_of(rows), **options)
         found[value] = axes
     shared_legend(canvas, list(found.values()))
     return found
 
 
 def log_axis(axes: Axes, which: str) -> None:
-    """Makes an axis logarithmic with plain numbers at 1, 2 and 5 of each decade.
-
-    Args:
-        axes: drawn on.
-        which: x or y.
-    """
+    """Makes the axis `which` (x or y) logarithmic, with plain numbers at 1, 2 and 5 of a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
@@ -264,13 +243,10 @@ def shared_legend(canvas: Canvas, axes: Sequence[Axes]) -> None:
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
-    """Draws a group of bars for each value of a column, with one bar for each series.
+    """Draws a group of bars for each value of the column `group`, with one bar for each series.
 
-    Args:
-        axes: drawn on.
-        rows: one for each pair of group and series.
-        group: column.
-        y: column; written above each bar.
+    There is one row for each pair of group and series. Column y has the bars' heights, which are
+    also written above them.
     """
     by_series, labels = groups(rows, "series"), list(groups(rows, group))
     width = 0.85 / len(by_series)  # groups are 1 apart, and 0.15 is free between them
@@ -302,33 +278,23 @@ def heatmaps(
     most: float,
     number: str = "{:.2f}",
 ) -> dict[Any, Axes]:
-    """A heatmap for each value of the column `by`, a cell with its number for each row.
+    """Draws a heatmap of a ratio for each value of the column `by`, with `ranks` to the right.
 
-    The column `ranks` goes to the right. Ratios above 1 are green-blue, below 1 brown.
-
-    Args:
-        canvas: drawn on.
-        rows: one for each value of `by`, `ranks` and y.
-        by: column.
-        y: column; its values go upwards.
-        value: column of a ratio.
-        xlabel: below each map.
-        most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
-            colour.
-        number: format of the ratio.
-
-    Returns:
-        The maps, by the value of `by`.
+    Values of column y go upwards. Each cell has its ratio (column `value`) as a number too, in the
+    format `number`. Ratios above 1 are green-blue, below 1 brown: darkest at the ratio `most` and
+    at its inverse. There is one row for each value of `by`, `ranks` and y. Returns the maps, by the
+    value of `by`.
     """
     found, most_log = {}, np.log2(most)
-    for key, axes, part in panels(canvas, rows, by):
-        columns, lines = sorted({row["ranks"] for row in part}), sorted({row[y] for row in part})
+    for key, axes, cells in panels(canvas, rows, by):
+        columns, lines = sorted({row["ranks"] for row in cells}), sorted({row[y] for row in cells})
         grid = np.full((len(lines), len(columns)), np.nan)
-        for row in part:
+        for row in cells:
             grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
         logs = np.log2(grid)
         axes.imshow(logs, "BrBG", vmin=-most_log, vmax=most_log, origin="lower", aspect="auto")
-        write_numbers(axes, grid, number, abs(logs) > 0.7 * most_log)  # dark: the map's ends
+        is_dark = abs(logs) > 0.7 * most_log  # there the numbers are white
+        write_numbers(axes, grid, number, is_dark)
         axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
         axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])
         axes.set_xlabel(xlabel)

@@ -49,25 +49,25 @@ class GradientModel:
         rows_R = torch.from_numpy(self._rows(rank))
         generator = torch.Generator().manual_seed(rank)
         values_K = torch.randn(int(rows_R.sum()) * self.row_numel, generator=generator)
-        # A zero drawn as a value would not be sent.
-        values_K[values_K == 0] = 1.0
+        values_K[values_K == 0] = 1.0  # the rank has these elements, so they must not be zero
         grad = torch.zeros(rows_R.numel(), self.row_numel)
         grad[rows_R] = values_K.view(-1, self.row_numel)
         return grad.flatten()
 
     def _rows(self, rank: int) -> np.ndarray:
-        """For each row whether the rank has it: systematic sampling in random order.
+        """Draws the rank's rows by systematic sampling in random order; returns bool [R].
 
-        A row is drawn where the running sum of probabilities, from a random start, passes a whole
-        number. That keeps both the rows' probabilities and their number.
+        The probabilities are added up in that order, from a random start below 1. A row is drawn
+        where the sum passes a whole number. So each row has its probability, and the number of rows
+        is their sum, rounded up or down.
         """
         rows = self.probability_R.size
         generator = np.random.default_rng([SEED, rank + 1])
         order, start = generator.permutation(rows), generator.random()
-        held = np.zeros(rows, dtype=bool)
+        is_drawn_R = np.zeros(rows, dtype=bool)
         reached = np.floor(np.cumsum(self.probability_R[order]) + start)
-        held[order] = np.diff(reached, prepend=0.0) > 0
-        return held
+        is_drawn_R[order] = np.diff(reached, prepend=0.0) > 0
+        return is_drawn_R
 
     def summed(self, n: int) -> GradientModel:
         """The model of a node's gradient: the sum over its n ranks, each with this model."""
@@ -103,13 +103,10 @@ def uniform(numel: int, density: float) -> GradientModel:
 
 
 def skewed(numel: int, density: float, exponent: float = 1.0, row_numel: int = 1) -> GradientModel:
-    """Row i is drawn with a rate proportional to (i + 1)^-exponent: most are near row 0.
+    """A model in which row i is drawn at a rate proportional to (i + 1)^-exponent.
 
-    Args:
-        numel: elements.
-        density: expected, of one rank; below 1.
-        exponent: 0 is uniform; the words of a language have about 1 (Zipf).
-        row_numel: elements of a row.
+    `density`: expected, of one rank; below 1. `exponent`: 0 is uniform; the larger, the more rows
+    near row 0; the words of a language have about 1 (Zipf).
     """
     return GradientModel(numel, row_numel, _zipf_probability(numel // row_numel, density, exponent))
 
@@ -122,13 +119,13 @@ def embedding_like(
     Args:
         numel: elements.
         density: expected, of one rank.
-        sum_density: expected, of the sum of `ranks`: from `density` (full overlap) to that of
-            uniform positions.
-        ranks: the number of ranks in that sum.
+        sum_density: expected, of the sum of `ranks` ranks' gradients: between `density` (the same
+            rows on all ranks) and the sum's density for uniform rows.
+        ranks: the number of ranks in the sum.
         row_numel: elements of a row, such as the width of an embedding.
 
     Raises:
-        ValueError: no exponent up to 8 gives that sum.
+        ValueError: no exponent from 0 to 8 gives `sum_density`.
         DependencyError: scipy is missing.
 
     Example:
@@ -138,25 +135,25 @@ def embedding_like(
     """
 
     def excess(exponent: float) -> float:
-        """The density of the sum at an exponent, above the wanted one; it falls."""
+        """How far the sum's density at this exponent is above `sum_density`; falls with it."""
         return skewed(numel, density, exponent, row_numel).sum_density(ranks) - sum_density
 
     return skewed(numel, density, _root(excess, 0.0, 8.0), row_numel)
 
 
 def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
-    """Probability that row i is drawn at least once, with as many draws as give the density."""
+    """[R] The probability that row i is drawn at least once, in as many draws as give `density`."""
     popularity = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
 
     def excess(log_draws: float) -> float:
-        """The density after so many draws, above the wanted one; it grows."""
+        """How far the density after exp(`log_draws`) draws is above `density`; grows with them."""
         return float(-np.expm1(-np.exp(log_draws) * popularity).mean()) - density
 
-    # With `least` draws only the most popular row has a probability of `density`, with `most` even
-    # the rarest one; in logarithms. A row's probability is 1 - exp(-draws * popularity).
-    least = np.log(-np.log1p(-density))
-    most = np.log(-np.log1p(-density) / popularity[-1])
-    draws = np.exp(_root(excess, least - 1, most + 1))
+    # A row's probability is 1 - exp(-draws * popularity). It is `density` for the most popular row
+    # (popularity 1) after exp(low) draws, for the rarest row after exp(high): search in between.
+    low = np.log(-np.log1p(-density))
+    high = np.log(-np.log1p(-density) / popularity[-1])
+    draws = np.exp(_root(excess, low - 1, high + 1))
     return -np.expm1(-draws * popularity)
 
 

@@ -1,4 +1,7 @@
-"""Whole synchronisations of a model at the levels `rank` and `node`, priced: a MODEL.
+"""Prices whole synchronisations of a model at the levels `rank` and `node`: a MODEL.
+
+At level `rank` each rank compresses its own gradient, at level `node` the sum of its node. To price
+a collective is to predict its time by the cost models.
 
 One iteration with the distributed optimizer moves every gradient in a reduce-scatter and every
 updated parameter in an all-gather. The gradient's half is priced by `planner.levels` with the
@@ -83,7 +86,7 @@ class Training:
         in_range("--move-bits", self.move_bits, 0, 16, low_open=True)
 
     def buckets(self, ranks: int) -> tuple[int, int]:
-        """The number of buckets, and the elements of each.
+        """Returns (number of buckets, elements of each) for a number of data-parallel ranks.
 
         Example:
             >>> Training(numel=100_000_000).buckets(8)
@@ -97,7 +100,7 @@ class Training:
 class LevelRow(CellRow):
     """One whole synchronisation; times are milliseconds of a model.
 
-    On one node `node` is dense: nothing crosses.
+    On one node level `node` is dense: no message leaves the node.
     """
 
     cluster: str = cell("its name")
@@ -147,10 +150,10 @@ class Group:
     training: Training
 
     def __post_init__(self) -> None:
-        """Refuses a number of ranks that instances or nodes of one size do not divide."""
+        """Refuses a number of ranks that does not fill instances and nodes of equal size."""
         if self.ranks % self.training.instances:
             raise ConfigError(
-                "instances of the distributed optimizer have one size",
+                "instances of the distributed optimizer must have the same number of ranks",
                 expected=f"--ranks in multiples of {self.training.instances}",
                 got=self.ranks,
             )
@@ -172,25 +175,24 @@ class Group:
         return self.ranks // self.training.instances
 
     def shape(self, element_bytes: int, value_bits: int | None = None) -> BucketShape:
-        """The shape that all buckets have; none of its elements is kept from pruning."""
+        """The shape of every bucket, all of whose elements can be pruned."""
         _, numel = self.training.buckets(self.ranks)
         op = CollectiveOp.REDUCE_SCATTER if self.training.sharded else CollectiveOp.ALL_REDUCE
-        return BucketShape(
-            numel, 0, element_bytes, op, self.ranks_of_instance, value_bits=value_bits
-        )
+        kept_numel, ranks = 0, self.ranks_of_instance
+        return BucketShape(numel, kept_numel, element_bytes, op, ranks, value_bits=value_bits)
 
     def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
-        """The price of one bucket's gradient with the cheapest of `names`.
+        """The price of synchronising one bucket's gradient, by the cheapest scheme of `names`.
 
-        Where nothing is ever pruned every level is the backend's own collective, and so is level
-        `node` on one node.
+        Without compression every level has the price of the backend's own collective, and so has
+        level `node` on one node.
         """
         bits = settings.compression.given_value_bits
         if not settings.compression.enabled:
             level, bits, names = RANK, None, (DENSE,)
         shape = self.shape(self.training.gradient_bytes, bits)
         instances = self.training.instances
-        if level == NODE and len(self.sizes) == 1:
+        if level == NODE and len(self.sizes) == 1:  # no message leaves the node
             return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes, instances), 0.0)
         pricing = LevelPricing(self.cluster, settings.scheme, names, self.sizes, instances)
         return pricing.price(level, shape, settings.compression.given_density)
@@ -198,15 +200,15 @@ class Group:
     def dense_s(
         self, level: str, element_bytes: int, instances: int = 1, names: Sequence[str] = (DENSE,)
     ) -> float:
-        """Seconds of one bucket with every element in full, by the cheapest of `names`.
+        """Seconds to reduce one bucket of full elements, by the cheapest scheme of `names`.
 
-        A gather takes as long as a reduce-scatter.
+        Also the seconds to gather one: a gather takes as long as a reduce-scatter.
         """
         pricing = LevelPricing(self.cluster, SchemeConfig(), names, self.sizes, instances)
         return pricing.price(level, self.shape(element_bytes), 1.0).total_s
 
     def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
-        """Seconds of the cheapest way to send every element in full: by scheme and level."""
+        """Seconds of one bucket of full elements, by the cheapest dense scheme and level."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, instances, dense)]
         if has_lanes(self.sizes):
@@ -214,8 +216,11 @@ class Group:
         return min(prices_s)
 
     def parameters(self) -> tuple[str, float]:
-        """How one bucket's parameters are gathered, as in `LevelRow.parameters`; the seconds."""
-        if not self.training.sharded:
+        """The cheapest gather of one bucket's parameters: (`LevelRow.parameters`, seconds).
+
+        Exact gathers send the parameters' moves, "per node" once to each node.
+        """
+        if not self.training.sharded:  # an all-reduce needs no gather
             return "none", 0.0
         _, numel = self.training.buckets(self.ranks)
         n = self.ranks_of_instance
@@ -230,15 +235,16 @@ class Group:
         return "exact per node" if per_node else "exact", prices.exact_s[per_node]
 
     def _coder(self, shard_numel: float) -> CoderSpeed:
-        """The speed of coding a shard of so many numbers: timed on a CPU, a model on a GPU."""
+        """The speed of coding a shard's moves: timed on a CPU, modelled on a GPU."""
         bits = self.training.move_bits
         if self.cluster.device == "cpu":
             return CoderSpeed(*_timed_coder(PARAMETER, torch.device("cpu")), bits)
-        # The time of copying the shard in fp32 shows the rate of this cluster's memory.
+        # A GPU's coder is modelled as bound by memory, at the rate of an fp32 copy; it takes at
+        # least the time of one chunk.
         copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
         encode_s, decode_s = (
-            max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
-            for moved in (ENCODED_BYTES, DECODED_BYTES)
+            max(copied_s * moved_bytes / COPIED_BYTES, CHUNK_S) / shard_numel
+            for moved_bytes in (ENCODED_BYTES, DECODED_BYTES)
         )
         return CoderSpeed(encode_s, decode_s, bits)
 
@@ -254,14 +260,10 @@ def level_rows(
     ranks: Sequence[int],
     schemes: Sequence[str] | None = None,
 ) -> Iterator[LevelRow]:
-    """A row for each number of ranks, preset and level.
+    """Yields a row for each number of ranks, preset and level.
 
-    Args:
-        training: what is synchronised.
-        cluster: links, codecs, host.
-        settings: by the names of the presets.
-        ranks: numbers of data-parallel ranks.
-        schemes: the candidates; None for all. `dense` always is one.
+    `settings`: configurations by the names of their presets. `ranks`: numbers of data-parallel
+    ranks. `schemes`: the candidates; None for all. `dense` always is one.
 
     Raises:
         ConfigError: nodes would differ in size, or the cluster file lacks a rate.
@@ -273,19 +275,19 @@ def level_rows(
         gradient_bytes, raw_bytes = training.gradient_bytes, PARAMETER.itemsize
         gradient_s = dense_s = group.dense_s(RANK, gradient_bytes, instances)
         best_s = group.best_dense_s(gradient_bytes, instances)
-        if training.sharded:  # parameters are gathered, inside an instance
+        if training.sharded:  # the parameters' gather, within one instance
             dense_s += group.dense_s(RANK, raw_bytes)
             best_s += group.best_dense_s(raw_bytes)
         how, parameters_s = group.parameters()
-        ms = 1e3 * training.buckets(n)[0]  # of all buckets, for seconds of one
-        for name, config in settings.items():
+        ms = 1e3 * training.buckets(n)[0]  # from seconds of one bucket to milliseconds of all
+        for preset, config in settings.items():
             names = candidates(schemes, config.compression.given_value_bits)
             prices = {level: group.gradient(level, config, names) for level in levels}
             for level, price in prices.items():
                 total_s = price.total_s + parameters_s
                 yield LevelRow(
                     cluster=cluster.name,
-                    preset=name,
+                    preset=preset,
                     ranks=n,
                     nodes=instances * len(group.sizes),
                     level=level,
@@ -306,7 +308,7 @@ def level_rows(
 
 
 def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path | None) -> None:
-    """Prints what was priced, then a line for each row; see `print_table`."""
+    """Prints a line that states the assumptions, then the rows as a table; see `print_table`."""
     halves = "all-reduce"
     if training.sharded:
         bits = f"{training.move_bits:g} bits"

@@ -35,12 +35,9 @@ SIZES_MB = (16, 32, 64, 128, 256, 512, 1024)
 
 @cache
 def run_s(machine: Machine, world_size: int, size_mb: int) -> float:
-    """PCCL's time from the virtual cluster, with its additions.
+    """Seconds of PCCL's reduce-scatter on the virtual cluster, additions included.
 
-    Args:
-        machine: as modelled for PCCL's algorithms.
-        world_size: ranks, whole nodes.
-        size_mb: MiB of the whole buffer.
+    `machine`: as modelled for PCCL; `world_size`: whole nodes; `size_mb`: MiB of the whole buffer.
     """
     numel = NUMEL_A_RANK * world_size
     job = Job(machine, world_size, size_mb * MIB, numel, CollectiveOp.REDUCE_SCATTER)
@@ -48,7 +45,7 @@ def run_s(machine: Machine, world_size: int, size_mb: int) -> float:
 
 
 def pccl_s(machine: Machine, world_size: int, size_mb: int) -> float:
-    """`run_s`, interpolated between the smallest and the largest size.
+    """Seconds of PCCL's reduce-scatter: `run_s` of the smallest and the largest size, interpolated.
 
     All ranks do the same at the same time, so the time is a sum of terms alpha + beta m. It is
     linear in the size, so the interpolation is exact.
@@ -66,7 +63,10 @@ def vendor_s(machine: Machine, world_size: int, size_mb: int) -> float:
 
 
 def _rows(machine: Machine, vendor: str, fast: bool) -> list[Row]:
-    """The vendor's time for each size and number of ranks, with PCCL's speedup over it."""
+    """A row for each size and number of ranks: the vendor's time, and PCCL's speedup over it.
+
+    `fast`: fewer sizes and ranks.
+    """
     ranks, sizes = (FAST_RANKS, SIZES_MB[::3]) if fast else (RANKS, SIZES_MB)
     rows = []
     for size in sizes:

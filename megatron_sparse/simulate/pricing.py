@@ -50,10 +50,7 @@ Measure = Callable[[Any, tuple, dict, Any], float]
 
 
 class OperationMeter(TorchDispatchMode):
-    """Measures every tensor operation within its `with` block.
-
-    Args:
-        measure: called after each operation.
+    """Adds up what `measure` returns for every tensor operation within its `with` block.
 
     Attributes:
         total: the sum over all operations so far.
@@ -78,33 +75,36 @@ def memory_bound(seconds_a_byte: float) -> Measure | None:
 
 
 def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Bytes that one operation moves.
+    """Bytes that one tensor operation moves between a GPU and its memory.
 
-    It reads its inputs once and writes its outputs once; what it updates in place counts as both.
-    Views and allocations are free. Encoding reads the elements and writes the records; selection
-    reads the gradient, too, updates the residual, and looks at a sector of both for each sample.
-    Adding records, bitmaps among them, reads them and touches a sector each way for every element,
-    or the whole sum if that is less.
+    - In general: inputs are read once and outputs written once; a tensor that is updated in place
+      counts twice. Views and allocations are free.
+    - Encoding (`encode`, `prune_encode`) reads the elements and writes the records; with pruning it
+      also reads and writes the residual.
+    - `sample_threshold` reads a sector (`SECTOR_BYTES`) of gradient and residual for each sample.
+    - Adding records or bitmaps to a sum (`decode_`, `hash_bitmap_add_`) reads them, and for each of
+      their elements reads and writes a sector of the sum; at most it reads and writes all of it.
     """
     name = func._schema.name.split("::")[1]
     codec_name = name if func.namespace == "megatron_sparse" else ""
     if func.is_view or name.startswith(_FREE):
         return 0.0
     if codec_name in ("encode", "prune_encode"):
-        sizes_S = result[STATUS_WORDS:].view(2, -1)[0]  # the records' counts follow their sizes
+        sizes_S = result[STATUS_WORDS:].view(2, -1)[0]  # bytes of each record; counts follow
         updated = args[_RESIDUAL].nbytes if codec_name == "prune_encode" else 0
         return args[0].nbytes + 2.0 * updated + float(sizes_S.sum())
     if codec_name == "decode_":
-        # As one message after the other, as the cost models have it.
-        added, fresh = 0.0, args[_FRESH]
+        # Counted as one pass for each message, as in the cost models.
+        passes_bytes, fresh = 0.0, args[_FRESH]
         for records in args[1]:
-            added += _added_bytes(args[0], records, fresh=fresh)
+            passes_bytes += _added_bytes(args[0], records, fresh=fresh)
             fresh = False  # only the first message overwrites the sum
-        return added
+        return passes_bytes
     if codec_name == "sample_threshold":
         grad_N, residual_N, samples = args[0], args[1], args[4]
-        looked_at = SECTOR_BYTES * min(samples * (args[2].numel() - 1), grad_N.numel())
-        return float(looked_at * (1 if residual_N is None else 2))
+        segments = args[2].numel() - 1  # from the segments' offsets
+        read_bytes = SECTOR_BYTES * min(samples * segments, grad_N.numel())
+        return float(read_bytes * (1 if residual_N is None else 2))
     if codec_name == "hash_bitmap_add_":
         acc_M, words, values, nnz = args[0], args[1], args[2], args[4]
         return words.nbytes + values.nbytes + float(min(2 * acc_M.nbytes, 2 * SECTOR_BYTES * nnz))
@@ -133,7 +133,7 @@ def _nbytes(value: Any) -> int:
 
 
 def records_nnz(records: torch.Tensor) -> int:
-    """Non-zero elements that records hold, from their headers; uint8 on the CPU."""
+    """Counts the non-zero elements of records (uint8 on the CPU, back to back) by their headers."""
     position = total = 0
     while position < records.numel():
         packed = records[position : position + HEADER_BYTES].numpy().tobytes()
@@ -144,14 +144,14 @@ def records_nnz(records: torch.Tensor) -> int:
 
 
 class ChargingTimer(StageTimer):
-    """Advances the modelled clock of a rank by the price of the operations in each stage.
+    """Stands in for a bucket's timer: adds the price of local work to a rank's modelled clock.
 
     Args:
-        transport: of the rank with that clock.
+        transport: of the rank, with its clock.
         price: seconds of an operation; None makes local work free.
 
     Attributes:
-        charged_s: the sum of all charges, in seconds.
+        charged_s: seconds added to the clock so far.
     """
 
     def __init__(self, transport: VirtualTransport, price: Measure | None) -> None:
@@ -162,7 +162,7 @@ class ChargingTimer(StageTimer):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Charges the operations within its `with` block; ignores the name."""
+        """Adds the price of the tensor operations in its `with` block to the clock, at its end."""
         if self._price is None:
             yield
             return
@@ -226,9 +226,10 @@ Gradients = Callable[[int], torch.Tensor]
 
 
 def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None = None) -> JobCost:
-    """Runs a registered scheme on the job's machine, selection encoded first; its full-size cost.
+    """Runs a scheme on the virtual cluster with the job's machine; returns its cost at full size.
 
-    With `late_s` the last rank comes so much later, and is the straggler.
+    Encoding the selection is part of it. `gradients` makes each rank's gradient. With `late_s` the
+    last rank is the straggler and starts this many seconds after the others.
     """
     entry = SCHEMES[scheme]
     options = SchemeConfig(name=scheme, format=job.format, capacity=None)
@@ -238,10 +239,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
     timers: list[ChargingTimer] = []
 
     def start(transport: VirtualTransport) -> Steps:
-        """One rank's way: it comes, late or not, encodes its gradient and runs the scheme.
-
-        Returns the bytes that it sends.
-        """
+        """Encodes one rank's gradient and runs the scheme; returns the bytes that the rank sent."""
         timer = ChargingTimer(transport, memory_bound(job.seconds_a_byte))
         timers.append(timer)
         if transport.rank == straggler:
@@ -260,16 +258,14 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
 
 
 def seconds_of_ring(world_size: int, nbytes: float, links: tuple[Link, ...]) -> float:
-    """The virtual cluster's time for a dense ring's all-gather or reduce-scatter, in closed form.
+    """Seconds of a dense ring's all-gather or reduce-scatter on the virtual cluster, by a formula.
 
     A rank starts a step when it has sent and received the messages of the step before. So all ranks
     keep the pace of the slowest link, and n - 1 pieces cross that link one after another. A
     simulation of thousands of ranks would take millions of messages; this formula takes none.
 
-    Args:
-        world_size: ranks n; the ring passes each rank once.
-        nbytes: of the whole buffer.
-        links: the kinds of links in the ring; no two ranks use a link at once.
+    `world_size`: n, each rank is once in the ring. `nbytes`: of the whole buffer. `links`: the
+    kinds of links in the ring; no two ranks use a link at once.
 
     Example:
         >>> seconds_of_ring(4, 400.0, (Link(1.0, 0.01), Link(0.5, 0.01)))
@@ -289,7 +285,7 @@ def make_bucket(job: Job, grad_N: torch.Tensor) -> Bucket:
 def make_message(
     bucket: Bucket, sharded: bool, form: str, buffers: MessageBuffers, timer: StageTimer
 ) -> Message:
-    """Encodes the selection; here all non-zero elements are selected."""
+    """Encodes a bucket's non-zero elements as an fp32 message, in shards if `sharded`."""
     layout = bucket.layout(sharded)
     with timer.stage("encode"):
         return encode(bucket, layout, record_spec("fp32", 0, form), buffers)

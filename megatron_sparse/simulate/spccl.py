@@ -44,7 +44,7 @@ def dense_s(op: CollectiveOp, world_size: int, full_bytes: int) -> float:
 
 
 def _rows(op: CollectiveOp, fast: bool) -> list[Row]:
-    """The cost of SpCCL's collective by sparsity, size and number of ranks, beside dense."""
+    """A row for each sparsity, size and number of ranks: SpCCL's cost, and the dense ring's."""
     sparsities, sizes, ranks, numel = SPARSITIES, SIZES_MIB, RANKS, NUMEL
     if fast:
         sparsities, sizes, ranks, numel = SPARSITIES[-1:], SIZES_MIB[::3], (4, 8), FAST_NUMEL
@@ -52,7 +52,7 @@ def _rows(op: CollectiveOp, fast: bool) -> list[Row]:
     for sparsity, size, n in itertools.product(sparsities, sizes, ranks):
         job = Job(PERLMUTTER_RING, n, size * MIB, numel, op, "pici")
         cost = price(job, "adaptive_ring", gradients(numel, sparsity))
-        base_s = dense_s(op, n, size * MIB)
+        dense_time_s = dense_s(op, n, size * MIB)
         rows.append(
             {
                 "series": "SpCCL (Pici)",
@@ -61,8 +61,8 @@ def _rows(op: CollectiveOp, fast: bool) -> list[Row]:
                 "size_mib": size,
                 "sparsity": sparsity,
                 "time_ms": cost.time_s * 1e3,
-                "dense_ms": base_s * 1e3,
-                "speedup": base_s / cost.time_s,
+                "dense_ms": dense_time_s * 1e3,
+                "speedup": dense_time_s / cost.time_s,
                 "codec_ms": cost.local_s * 1e3,
                 "wire_mib": cost.wire_bytes / MIB,
                 "simulated_numel": numel,
@@ -72,7 +72,7 @@ def _rows(op: CollectiveOp, fast: bool) -> list[Row]:
 
 
 def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
-    """A heatmap for each sparsity."""
+    """Draws a heatmap of the speedup by size and number of GPUs for each sparsity."""
     panels = figures.heatmaps(canvas, rows, "sparsity", "size_mib", "speedup", "GPUs", most=8)
     for sparsity, axes in panels.items():
         axes.set_title(f"{sparsity:.0%} sparsity", fontsize=9)

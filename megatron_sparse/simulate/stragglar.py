@@ -40,14 +40,10 @@ EVENS, FAST_EVENS = (6, 10, 12, 14, 18, 20, 24, 28, 36, 48, 60), (6, 10)
 def after_s(
     machine: Machine, scheme: str, world_size: int, full_bytes: int, delay_s: float
 ) -> float:
-    """Seconds from the straggler's arrival to the last rank's end.
+    """Seconds of a dense scheme from the straggler's arrival to the end of the last rank.
 
-    Args:
-        machine: the machine; all ranks are on one node.
-        scheme: a dense one.
-        world_size: ranks; the last one is late.
-        full_bytes: size of the fp32 buffer.
-        delay_s: the delay of the last rank.
+    All ranks are on one node of `machine`. The last rank is late by `delay_s`. `full_bytes` is the
+    size of the fp32 buffer.
     """
     # Divisible by n pieces and by n - 1 chunks.
     numel = world_size * (world_size - 1) * 2
@@ -56,10 +52,10 @@ def after_s(
 
 
 def cases() -> list[tuple[str, str, float]]:
-    """Name, scheme and delay of each series."""
+    """Returns (name, scheme, the straggler's delay in seconds) for each series of the figures."""
     found = []
     for scheme, name in NAMES.items():
-        if scheme == "straggler":  # the only one whose time depends on the delay
+        if scheme == "straggler":  # other schemes wait, so the delay does not change their time
             found += [(f"{name}, ideal", scheme, IDEAL_S), (f"{name}, no delay", scheme, 0.0)]
         else:
             found.append((name, scheme, 0.0))
@@ -67,9 +63,9 @@ def cases() -> list[tuple[str, str, float]]:
 
 
 def _scaling_rows(ranks: Sequence[int]) -> list[Row]:
-    """1 GiB for each number of ranks and series of `cases`, with the speedup over the ring.
+    """A row for each number of ranks and series of `cases`: the time of a 1 GiB all-reduce.
 
-    Times count from the straggler's arrival.
+    Times count from the straggler's arrival; the speedup is over the dense ring.
     """
     rows = []
     for n in ranks:
@@ -109,7 +105,7 @@ def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
 
 
 def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
-    """Speedup over the ring, and bandwidth."""
+    """Draws the speedup over the ring and the bandwidth, each over the number of ranks."""
     left, right = canvas.subplots(1, 2)
     _draw_scaling(left, rows, "speedup", "speedup over the ring")
     _draw_scaling(right, rows, "algbw_gbs", "size / time (GB/s)")

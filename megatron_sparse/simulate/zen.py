@@ -85,15 +85,10 @@ OWN_FORMAT = ("omnireduce", "zen", "direct")
 
 
 def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str, JobCost]:
-    """The costs of schemes and of the dense all-reduce.
+    """Simulates the dense all-reduce (`AllReduce`) and the schemes `names`; returns costs by name.
 
-    Args:
-        job: machine and number of ranks; each scheme's format overrides the job's.
-        gradients: makes each rank's gradient.
-        names: schemes, by their names in the result.
-
-    Returns:
-        The costs of `AllReduce` and of the schemes, by name.
+    `names` has the schemes by their names in the result. The dense all-reduce has no local work;
+    ZEN has a second cost without it. The job's message format is not used.
     """
     found = {"AllReduce": price(replace(job, charged=False), "dense", gradients)}
     for name, scheme in names.items():
@@ -109,19 +104,19 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
 def outcomes_8(
     job: Job, gradients: Gradients, density: float, sum_density: float
 ) -> dict[str, JobCost]:
-    """The costs of figure 8: `outcomes`, and what Balanced Parallelism would take.
+    """The costs of figure 8: `outcomes`, and the costs that the paper counts for its own scheme.
 
-    `density` is that of a rank's gradient, `sum_density` that of the sum of all ranks' gradients.
+    `density` is the density of a rank's gradient, `sum_density` that of the sum of all gradients.
     """
-    # The paper leaves one out, too: it is 40 times off the scale.
+    # The paper leaves this scheme out, too: its time is 40 times off the scale.
     on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
     found = outcomes(job, gradients, on_scale)
     dense = found["AllReduce"]
-    # The paper counts every element pushed and every one pulled; AllReduce sends each one twice.
-    # In COO an index as long as the value comes with it.
+    # Balanced Parallelism sends the non-zero elements of a gradient (Push) and of the sum (Pull);
+    # AllReduce sends all elements twice. In COO each value has an index of the same length.
     share = (density + sum_density) / 2
-    for name, part in (("in COO", 2 * share), ("without index", share)):
-        ideal = JobCost(part * dense.time_s, 0.0, part * dense.wire_bytes)
+    for name, of_dense in (("in COO", 2 * share), ("without index", share)):
+        ideal = JobCost(of_dense * dense.time_s, 0.0, of_dense * dense.wire_bytes)
         found[f"Balanced Parallelism {name} (counted)"] = ideal
     return found
 
@@ -129,7 +124,10 @@ def outcomes_8(
 def _rows(
     workload: Workload, job: Job, model: GradientModel, found: dict[str, JobCost], dense: JobCost
 ) -> list[Row]:
-    """A row for each cost in `found`, by name, with the gradients' numbers and ratios to dense."""
+    """A row for each cost in `found` (by name), with ratios to the cost `dense`.
+
+    `model`: of the gradients, whose densities, overlap and skewness are columns too.
+    """
     n = job.world_size
     return [
         {
@@ -153,7 +151,7 @@ def _rows(
 
 
 def rows_8(fast: bool) -> list[Row]:
-    """Time divided by the dense all-reduce's, for each number of GPUs."""
+    """The rows of figure 8: time over the time of the dense all-reduce, by number of GPUs."""
     numel = FAST_NUMEL if fast else NUMEL_8
     model = NMT.gradient_model(numel)
     rows = []
@@ -165,11 +163,12 @@ def rows_8(fast: bool) -> list[Row]:
 
 
 def rows_15(fast: bool) -> list[Row]:
-    """Speedup over the dense all-reduce of six models on 16 machines."""
+    """The rows of figure 15: speedup over the dense all-reduce, for six models on 16 machines."""
     workloads = WORKLOADS[1:4:2] if fast else WORKLOADS  # DeepFM and Llama3.2-3B
     numel, machines = (FAST_NUMEL, 4) if fast else (NUMEL, 16)
     rows = []
     for workload in workloads:
+        # A rank is a machine: its gradient is the sum over the machine's GPUs.
         model = workload.gradient_model(numel).summed(workload.gpus_a_rank)
         job = Job(AWS_25, machines, 4 * workload.full_numel, numel)
         found = outcomes(job, model.gradient, SCHEME_OF)
@@ -179,7 +178,7 @@ def rows_15(fast: bool) -> list[Row]:
 
 
 def draw_normalised(rows: list[Row], canvas: Canvas) -> None:
-    """One panel, both axes logarithmic."""
+    """Draws figure 8: the normalised time over the number of GPUs, both axes logarithmic."""
     axes, styles = canvas.subplots(), figures.styles_of(rows)
     figures.draw_lines(axes, rows, "ranks", "normalised_time", styles, log="xy", ticks=True)
     axes.set(xlabel="GPUs, one a node", ylabel="time / time of AllReduce")
@@ -187,7 +186,7 @@ def draw_normalised(rows: list[Row], canvas: Canvas) -> None:
 
 
 def draw_bars(rows: list[Row], canvas: Canvas) -> None:
-    """A group of bars for each model."""
+    """Draws figure 15: the speedup, with a group of bars for each model."""
     axes = canvas.subplots()
     figures.draw_bars(axes, rows, "workload", "speedup")
     axes.axhline(1.0, color="black", linewidth=0.8)

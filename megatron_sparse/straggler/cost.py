@@ -1,9 +1,9 @@
 """Alpha-beta costs of all-reduces with a straggler, and when skipping it pays.
 
 StragglAR, table 1 and appendices B and F. s bytes, n ranks, alpha seconds a round, beta seconds a
-byte. The best case is the time after the straggler's arrival when it came late enough for the early
-ranks' part to be hidden; the worst case when it was not late at all. Algorithms that know of no
-straggler have one time for both.
+byte. Early ranks are all ranks but the straggler. The best case is the time after the straggler's
+arrival when it was so late that the early ranks had finished their own work; the worst case when it
+was not late at all. Algorithms without a straggler have one time for both.
 
 A straggler-aware collective does `early_s` seconds of work among the early ranks, which a delay may
 hide, and takes `after_s` more after the straggler has arrived; the ordinary collective takes
@@ -67,10 +67,10 @@ class SplitTimes:
 
     @property
     def critical_s(self) -> float:
-        """The delay above which the straggler-aware collective wins; negative if it never loses.
+        """The delay above which the straggler-aware collective is faster; negative: it always is.
 
-        Of the dense one and the ring it is StragglAR's appendix B, exactly. The paper goes on to
-        simplify it for large n, which is 1 % off for 64 ranks and 5 % for 8.
+        For the dense collective against the ring this is StragglAR's appendix B, exactly. The paper
+        then simplifies it for large n, which is 1 % off for 64 ranks and 5 % for 8.
         """
         return self.early_s + self.after_s - self.otherwise_s
 
@@ -81,12 +81,10 @@ class SplitTimes:
 
 
 def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float = math.inf) -> float:
-    """Mean over past steps of the delay of `straggler`: 0 where another rank was the last one.
+    """Mean delay of `straggler` over past steps; a step in which another rank was last counts as 0.
 
-    Args:
-        steps: of one bucket, at least one.
-        straggler: the rank that is expected to be last.
-        most_s: longer delays count as this one.
+    `steps`: for each past step, at least one, when each rank was ready for one bucket. Delays
+    longer than `most_s` count as `most_s`.
     """
     delays_s = []
     for ready_s in steps:
@@ -96,15 +94,11 @@ def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float =
 
 
 def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTimes:
-    """The dense straggler-aware collective against the backend's own, which waits.
+    """Compares the dense straggler-aware collective with the backend's own, which waits for all.
 
-    Args:
-        n: ranks.
-        buffer_bytes: of the bucket.
-        link: between any two ranks.
-        dense: of the backend's own collective, modelled as a ring.
+    `link` joins any two of n ranks; `dense` is the link of the backend's collective, a ring.
     """
-    rounds = len(make_schedule(n))  # of a chunk each
+    rounds = len(make_schedule(n))  # each moves a chunk, 1 / (n - 1) of the buffer
     return SplitTimes(
         # The early ranks' reduce-scatter is priced as a ring's.
         early_s=Cost(n - 2, (n - 2) / (n - 1)).time_s(buffer_bytes, link),
@@ -114,27 +108,22 @@ def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTi
 
 
 def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> SplitTimes:
-    """The sparse collective, `straggler_direct`, against `direct`; bytes of the busiest port.
+    """Compares `straggler_direct` with `direct`, by the bytes of the busiest port.
 
-    The early ranks exchange their messages' pieces and gather the sum of them all while they wait.
-    After the arrival the straggler receives that sum and sends its message; then follow the rounds
-    in which only chunks of the message spread. `direct` exchanges and gathers after all ranks have
-    arrived. The sum of the early ranks is priced like the sum of all, its upper bound.
+    While they wait, the early ranks exchange their messages and gather the sum of these (priced as
+    the sum of all ranks, its upper bound). After its arrival the straggler receives that sum and
+    sends its message in n - 1 rounds. The other rounds only spread chunks of its message. `direct`
+    exchanges and gathers after all ranks have arrived.
 
-    Args:
-        n: ranks.
-        message_bytes: one rank's whole message.
-        sum_bytes: the whole sum, encoded.
-        link: between any two ranks.
+    `message_bytes` are one rank's message, `sum_bytes` the encoded sum; `link` joins any two ranks.
     """
-    both = message_bytes + sum_bytes
+    both_bytes = message_bytes + sum_bytes  # an exchange, and a gather
     rounds = len(make_schedule(n))
-    # In all but n - 1 of the rounds, a chunk of the message is all that travels.
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
-    # In the n - 1 others the straggler's port carries its message one way and the sum the other.
+    # The straggler's port carries its message one way and the sum the other way at the same time.
     after_bytes = max(message_bytes, sum_bytes) + spread_bytes
     return SplitTimes(
-        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both, link),
+        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both_bytes, link),
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),  # 1: the handshake
-        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both, link),
+        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both_bytes, link),
     )

@@ -32,7 +32,7 @@ def last_rank(ready_s: Readiness) -> int:
 
 
 def delay_s(ready_s: Readiness) -> float:
-    """Seconds between the readiness of all others and the straggler's; 0 for one rank.
+    """The straggler's delay: seconds between the last rank and the last but one; 0 for one rank.
 
     Example:
         >>> delay_s([1.0, 4.5, 2.0])
@@ -45,7 +45,7 @@ def delay_s(ready_s: Readiness) -> float:
 
 
 def share_bound(hits: int, count: int) -> float:
-    """Lower end of Wilson's one-sided 95 % interval for a probability seen as `hits` of `count`.
+    """Lower end of Wilson's one-sided 95 % interval for a probability: `hits` of `count` events.
 
     Example:
         Five of five give 0.65, fifteen of twenty 0.57, six of ten 0.35.
@@ -57,7 +57,7 @@ def share_bound(hits: int, count: int) -> float:
 
 
 def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
-    """The persistent straggler, None without one; see the module's docstring."""
+    """The rank that was last in most of the past steps (Wilson's bound); None if there is none."""
     if len(steps) < MIN_HISTORY:
         return None
     counts = Counter(map(last_rank, steps))  # rank -> steps in which it was last

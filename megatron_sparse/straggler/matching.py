@@ -1,16 +1,18 @@
-"""Schedules for any number of ranks: a maximum-weight matching a round (StragglAR, appendix E).
+"""Schedules for any number of ranks: a maximum-weight matching each round (StragglAR, appendix E).
 
-The straggler is rank n - 1 and has a fixed partner in each of the first n - 1 rounds. The other
-ranks are matched so that as many chunks as possible move: an edge with two chunks weighs more than
-one with a single chunk. The choice of the chunk, and of pairs to exclude, depends on n:
+The straggler is rank n - 1. In each of the first n - 1 rounds, r, it meets early rank r: they
+exchange partial sums of chunk r, and from then on both hold the complete chunk. All other ranks are
+matched in pairs that pass on complete chunks. A pair in which both ranks can give the other a chunk
+weighs more than a pair with one chunk. Which chunk a rank gives depends on n:
 
 - **even n**: the oldest chunk that the other rank lacks; the newest after the straggler has met
-  every rank. As in Algorithm 1, a rank that meets the straggler within log n rounds (the critical
-  window) gets no chunk that must still spread by then; and in the first log n rounds chunks only go
-  to ranks that have none, behind those windows.
-- **odd n**, which the paper leaves out: one early rank is idle in each round, and windows cost more
-  than they gain. A chunk weighs more, the more doublings it still lacks in the rounds until all
-  ranks must have it, and less for a rank in its window.
+  every rank. As in Algorithm 1, a rank that meets the straggler within log2 n rounds (the *critical
+  window*) gets no chunk that must still spread by then; and in the first log2 n rounds chunks only
+  go to ranks that hold none and have a number above those windows.
+- **odd n**, which the paper leaves out: one early rank is idle in each round, and forbidding
+  chunks in windows costs more than it gains. A chunk is more urgent, the more doublings of its
+  holders it still lacks in the rounds until all ranks must hold it, and less for a rank in its
+  window.
 """
 
 from __future__ import annotations
@@ -44,28 +46,28 @@ Gift = tuple[float, int] | None
 
 
 def matching_rounds(n: int) -> list[Round]:
-    """Makes schedules with several ways to break ties, and returns the one of the fewest rounds.
+    """Makes schedules with several seeds, which break ties, and returns one of the fewest rounds.
 
     Deterministic, for n >= 2.
     """
-    fewest = n + (n - 1).bit_length() - 2  # the rounds that powers of two take
+    enough = n + (n - 1).bit_length() - 2  # as few rounds as powers of two take
     best: list[Round] = []
-    first = 0 if n % 2 else FIRST_SEED_OF_EVEN
-    tries = TRIES if n <= MOST_RANKS_TRIED_AGAIN else 1
-    for seed in range(first, first + tries):
+    first_seed = 0 if n % 2 else FIRST_SEED_OF_EVEN
+    tries = TRIES if n <= MOST_RANKS_TRIED_AGAIN else 1  # large matchings take seconds
+    for seed in range(first_seed, first_seed + tries):
         rounds = list(_rounds(n, random.Random(seed)))
         if not best or len(rounds) < len(best):
             best = rounds
-        if len(best) <= fewest:
+        if len(best) <= enough:
             break
     return best
 
 
 def _rounds(n: int, generator: random.Random) -> Iterator[Round]:
-    """Yields the transfers of one round after the other, until all ranks hold every chunk."""
+    """Yields the transfers of each round, until all ranks hold every chunk."""
     state = _Even(n) if n % 2 == 0 else _Odd(n)
     while not state.complete:
-        transfers = state.matched(generator)
+        transfers = state.choose_transfers(generator)
         state.apply(transfers)
         yield tuple(transfers)
 
@@ -75,11 +77,11 @@ class _State:
 
     Attributes:
         n: ranks.
-        straggler: the last one.
-        chunks: their number, n - 1.
+        straggler: the last rank, n - 1.
+        chunks: the number of chunks, n - 1.
         levels: rounds in which a chunk can reach all ranks: log2 n, rounded up.
-        number: of the round.
-        held: for each rank, bit c says whether it holds chunk c.
+        number: the current round's, from 0; in the first n - 1 it is also the straggler's partner.
+        held: for each rank an integer, whose bit c says whether the rank holds chunk c complete.
         copies: for each chunk, how often it has been received.
     """
 
@@ -100,8 +102,11 @@ class _State:
         """Whether the straggler has a fixed partner in this round."""
         return self.number < self.chunks
 
-    def matched(self, generator: random.Random) -> list[Transfer]:
-        """This round's transfers, the straggler's first."""
+    def choose_transfers(self, generator: random.Random) -> list[Transfer]:
+        """This round's transfers: the fixed ones, then those of a maximum-weight matching.
+
+        `generator` breaks ties.
+        """
         transfers = self.fixed()
         busy = {transfer.sender for transfer in transfers}
         busy |= {transfer.receiver for transfer in transfers}
@@ -111,9 +116,9 @@ class _State:
         for index, one in enumerate(idle):
             for other in idle[index + 1 :]:
                 gifts = self.gift(one, other), self.gift(other, one)
-                values = [gift[0] for gift in gifts if gift is not None]
-                if values:
-                    weight = CHUNK_WEIGHT * len(values) + sum(values)
+                urgencies = [gift[0] for gift in gifts if gift is not None]
+                if urgencies:
+                    weight = CHUNK_WEIGHT * len(urgencies) + sum(urgencies)
                     weight += JITTER * generator.random()
                     graph.add_edge(one, other, weight=round(SCALE * weight))
         # For even n as many pairs as possible, whatever they weigh.
@@ -126,14 +131,14 @@ class _State:
         return transfers
 
     def fixed(self) -> list[Transfer]:
-        """This round's transfers that do not depend on the matching."""
-        if not self.reducing:
+        """The transfers that need no matching: the straggler and its partner swap partial sums."""
+        if not self.reducing:  # the straggler has met every rank
             return []
         partner, straggler = self.number, self.straggler
         return [Transfer(partner, straggler, partner), Transfer(straggler, partner, partner)]
 
     def apply(self, transfers: list[Transfer]) -> None:
-        """Records the transfers, and goes on to the next round."""
+        """Updates the held chunks after these transfers, and goes on to the next round."""
         for _, receiver, chunk in transfers:
             self.held[receiver] |= 1 << chunk
             self.copies[chunk] += 1
@@ -152,33 +157,35 @@ class _Even(_State):
     """Gives the oldest chunk first; has critical windows."""
 
     def fixed(self) -> list[Transfer]:
-        """Adds the first copy of the newest chunk: to a rank behind all critical windows."""
+        """Adds, in the first rounds, the first copy of the newest chunk, as in Algorithm 1."""
         transfers = super().fixed()
         newest = self.number - 1  # the chunk, and the rank that met the straggler before
-        behind = newest + self.levels
-        if 0 < self.number < self.levels and behind < self.chunks:
-            transfers.append(Transfer(newest, behind, newest))
+        receiver = newest + self.levels  # it meets the straggler when the chunk is due
+        if 0 < self.number < self.levels and receiver < self.chunks:
+            transfers.append(Transfer(newest, receiver, newest))
         return transfers
 
     def gift(self, sender: int, receiver: int) -> Gift:
-        """The oldest chunk, or the newest after the last reduction; in the first rounds only for
-        ranks that have none.
+        """The oldest missing chunk, or the newest after the straggler has met every rank.
+
+        None if there is none, if the pair would put too new a chunk into a critical window, and in
+        the first rounds if the receiver already holds a chunk or is reserved.
         """
         missing = self.missing(sender, receiver)
-        # An exchange goes both ways, so neither end may spoil the other.
-        if not missing or self._spoils(receiver, sender) or self._spoils(sender, receiver):
+        # The two ranks exchange chunks, so both directions must be allowed.
+        if not missing or self._is_too_new(receiver, sender) or self._is_too_new(sender, receiver):
             return None
-        # Such ranks meet the straggler in the first rounds, or `fixed` gives them a chunk.
-        is_reserved = receiver <= 2 * (self.levels - 1)
-        gets_none_yet = self.held[receiver] or is_reserved
-        if self.number < self.levels and gets_none_yet:
-            return None
+        if self.number < self.levels:
+            # Reserved ranks meet the straggler in the first rounds, or `fixed` gives them a chunk.
+            is_reserved = receiver <= 2 * (self.levels - 1)
+            if self.held[receiver] or is_reserved:
+                return None
         # The lowest and the highest bit that is set.
         oldest, newest = (missing & -missing).bit_length() - 1, missing.bit_length() - 1
         return 0.0, (oldest if self.reducing else newest)
 
-    def _spoils(self, receiver: int, sender: int) -> bool:
-        """Whether the receiver is in its window and the sender holds something too new for it."""
+    def _is_too_new(self, receiver: int, sender: int) -> bool:
+        """Whether the receiver meets the straggler before the sender's newest chunk is due."""
         has_windows = self.levels <= self.number < self.chunks
         in_window = self.number < receiver < self.number + self.levels
         if not (has_windows and in_window):
@@ -191,28 +198,31 @@ class _Odd(_State):
     """Gives the most urgent chunk first."""
 
     def gift(self, sender: int, receiver: int) -> Gift:
-        """The missing chunk of the highest value; of several, the oldest."""
+        """The most urgent missing chunk; of several, the oldest. None if none is missing."""
         missing = self.missing(sender, receiver)
-        values = []  # with the negative chunk, so that of equal values `max` takes the oldest
+        candidates = []  # (urgency, -chunk), so that of equal urgencies `max` takes the oldest
         while missing:
             lowest_bit = missing & -missing
             missing ^= lowest_bit
             chunk = lowest_bit.bit_length() - 1
-            values.append((self._value(chunk, receiver), -chunk))
-        if not values:
+            candidates.append((self._urgency(chunk, receiver), -chunk))
+        if not candidates:
             return None
-        value, negative_chunk = max(values)
-        return value, -negative_chunk
+        urgency, negative_chunk = max(candidates)
+        return urgency, -negative_chunk
 
-    def _value(self, chunk: int, receiver: int) -> float:
-        """How urgent a chunk is: the doublings that it lacks, less the rounds that it has left."""
-        # The straggler's copy spreads only when it has no fixed partner any more.
+    def _urgency(self, chunk: int, receiver: int) -> float:
+        """How urgent a chunk is: the doublings of its holders that it lacks, less the rounds left.
+
+        A penalty lowers it if the receiver meets the straggler before all ranks hold the chunk.
+        """
+        # While the straggler has a fixed partner it cannot pass on its copy.
         copies = self.copies[chunk] - (1 if self.reducing else 0)
         doublings = math.log2((self.n - 1) / copies)
         rounds_left = chunk + self.levels - self.number + 1
-        value = URGENCY * (doublings - rounds_left)
-        is_soon = self.number < receiver <= self.number + self.levels
-        in_window = is_soon and receiver < self.chunks  # it will meet the straggler soon
-        if in_window and chunk > receiver - self.levels:
-            value -= WINDOW_PENALTY
-        return value
+        urgency = URGENCY * (doublings - rounds_left)
+        in_window = self.number < receiver <= self.number + self.levels
+        meets_straggler = receiver < self.chunks  # the receiver is not the straggler
+        if in_window and meets_straggler and chunk > receiver - self.levels:
+            urgency -= WINDOW_PENALTY
+        return urgency

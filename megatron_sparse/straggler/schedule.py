@@ -1,8 +1,9 @@
 """The rounds of pairwise exchanges of chunks after the straggler's arrival.
 
-A buffer of n ranks is cut into n - 1 chunks. Before the first round the n - 1 early ranks have
-reduce-scattered their parts, so that early rank number i holds chunk i of their sum; after the last
-one every rank holds the sum of all, the straggler's included (StragglAR, section 3.1).
+One rank of n, the straggler, is late; the others are early. The buffer is cut into n - 1 chunks.
+Before the first round the early ranks have reduce-scattered their buffers, so that early rank
+number i holds chunk i of the early ranks' sum. After the last round every rank holds the sum of all
+n ranks (StragglAR, section 3.1).
 
 In a round each rank exchanges with at most one other, at most one chunk each way. In round r the
 r-th early rank and the straggler exchange chunk r and add: from then on both hold it complete.
@@ -16,7 +17,7 @@ from megatron_sparse.errors import ConfigError
 
 
 class Transfer(NamedTuple):
-    """One chunk on its way from one rank to another."""
+    """One rank sends one chunk to another rank."""
 
     sender: int
     receiver: int
@@ -33,14 +34,14 @@ def early_ranks(world_size: int, straggler: int) -> list[int]:
 
 
 def check_ranks(world_size: int, straggler: int) -> None:
-    """Refuses a straggler that is no rank of a group of at least two.
+    """Refuses a group of fewer than two ranks, and a straggler that is not a rank of the group.
 
     Raises:
-        ConfigError: names which of the two is wrong.
+        ConfigError: for either.
     """
     if world_size < 2:
         raise ConfigError(
-            "a straggler-aware schedule needs somebody who waits",
+            "a straggler-aware schedule needs a rank besides the straggler",
             expected="at least 2 ranks",
             got=world_size,
         )
