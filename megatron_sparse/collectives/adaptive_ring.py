@@ -64,7 +64,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce. On
-    CUDA the host reads the records' headers. Below, a place is a rank's index in the ring.
+    CUDA the CPU reads the records' headers. Below, a place is a rank's index in the ring.
     """
     transport, options = exchange.transport, exchange.options
     intra, inter, gather = options.ring_densities()
@@ -94,7 +94,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     # Quantised sums (`scheme.sum_bits`) never go dense: they are shorter, and ranks expect them.
     is_quantised = sums.gather_dtype != sums.final_dtype
     if incoming.density >= gather and not is_quantised:
-        # A second view of the same sum, which encodes it as dense records.
+        # A new object with the same sum, in the same memory, that encodes it as dense records.
         sums = SparseSum(exchange, message, form=FORMAT_DENSE)
     yield from ring_gather_sums(identity, cuts, sums, group)
     return group.sent_bytes

@@ -217,7 +217,7 @@ def exchange_sizes(
     *,
     unordered: bool = False,
 ) -> Generator[Yielded, None, list[list[int]]]:
-    """The agreement: all-gathers identities and the sizes of coming messages; returns them by rank.
+    """The agreement: all-gathers identities and coming messages' sizes; returns each rank's sizes.
 
     A rank sends 8 (2 + max(n, 2)) bytes, for n ranks and any number of sizes, because gloo ends a
     process whose row has another length than its peers'.
@@ -225,7 +225,7 @@ def exchange_sizes(
     Args:
         sizes: at most max(n, 2), the same count on every rank.
         identity: of the collective; it must be the same on every rank.
-        transport: moves the rows; on CUDA the host waits for the result.
+        transport: moves the rows; on CUDA the CPU waits for the result.
         unordered: the collective's later messages are small and carry its own tag. So on a CPU the
             next bucket may post its agreement while this one is in flight.
 
@@ -289,7 +289,7 @@ class Subgroup:
         - gloo: each round is posted when the one before has arrived. Over TCP, senders that share a
           receiver slow one another down. Small `independent` rounds are all posted at the start.
         - CUDA: all rounds are posted at the start, `independent` ones in one call: NCCL serves all
-          peers of a call together, and a call costs the host more time than its messages.
+          peers of a call together, and a call costs the CPU more time than its messages.
 
         Args:
             rounds: one may send what an earlier one received, unless they are `independent`.

@@ -2,14 +2,15 @@
 
 Agreement, on CPU only: one all-gather of the collective's identity, 8 (2 + n) bytes a rank. It is
 needed there because gloo's own reductions end the process where ranks disagree about the size. On
-CUDA the host would have to read the answer, so there is no agreement: ranks that disagree wait for
-NCCL's watchdog. A run with `compression.enabled=false` agrees about each bucket once, and is then
-as fast as Megatron's own.
+CUDA the CPU would have to wait for the answer, so there is no agreement: ranks that disagree wait
+for NCCL's watchdog. A run with `compression.enabled=false` agrees about each bucket once, and is
+then as fast as Megatron's own.
 
-Bytes on the wire: 2 (n - 1) / n N b for a ring all-reduce, half of it for a reduce-scatter. This
-is also how Megatron synchronises, so on the same backend and ranks the sums have the same bits as
-Megatron's. A reduce-scatter changes this rank's shard and nothing else. With `Exchange.averages`
-the backend also divides, as for Megatron's `average_in_collective`.
+Bytes on the wire, for n ranks and N values of b bytes: 2 (n - 1) / n N b for a ring all-reduce,
+half of it for a reduce-scatter. This is also how Megatron synchronises, so on the same backend and
+ranks the sums have the same bits as Megatron's. A reduce-scatter changes this rank's shard and
+nothing else. With `Exchange.averages` the backend also divides, as for Megatron's
+`average_in_collective`.
 
 Where values travel in a narrower dtype, the backend adds in that dtype. If `Bucket.fp32_sums`
 forbids that, `dense_allpairs` does the reduce-scatter, as Megatron's
@@ -39,7 +40,7 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     Args:
         exchange: the bucket, and the means to synchronise it.
         values_N: this rank's contribution: the gradient itself or a narrower copy. Overwritten.
-        step: the training step; the pairwise schemes keep their messages apart by it.
+        step: the training step; it is part of the tag of pairwise messages.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.

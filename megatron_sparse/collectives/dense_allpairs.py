@@ -1,7 +1,7 @@
 """Dense all-pairs: every rank sends every other its piece at once (MSCCL's all-pairs).
 
 It takes two rounds for any number of ranks. It suits small buckets, where rounds cost more than
-bytes. The bucket is cut into n pieces.
+bytes. The bucket of N values of b bytes is cut into n pieces c_0 ... c_{n-1}.
 
 Phase 1, 1 round: rank r sends piece i to rank i, for all i at once. Each rank adds the n parts of
 its piece in rank order, in fp32.

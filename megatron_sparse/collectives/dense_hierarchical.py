@@ -100,13 +100,14 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     sent_bytes = 0
 
     yield from _fold(accumulator, lanes, inside)
-    if not lanes.is_surplus:
+    if not lanes.is_surplus:  # phases 1 to 4
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
         folding = Folding(across)
         lane_cuts = cuts[::k]  # borders of the lanes' parts
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of the pieces of this lane
-        # Phases 1 and 2. `ends`: this rank posts nothing after phase 2; later, after phase 4.
+        # `ends`: this rank posts nothing after phase 2, or (below) after phase 4. With one node
+        # phase 2 posts nothing either, and with one lane phase 4.
         ends = scatter and not lanes.guests
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
         yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)
@@ -120,11 +121,11 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
             yield from ring_all_gather(values_N, lane_cuts, ring, last=ends)
         sent_bytes = ring.sent_bytes + across.sent_bytes
 
-    if scatter:
+    if scatter:  # surplus ranks get their shards
         yield from unfold(lambda rank: accumulator.sum_N[shards[rank]], lanes, inside)
         own_M = accumulator.sum_N[shards[transport.rank]]
         store(bucket.grad_N[bucket.shard(transport.rank)], own_M)
-    else:
+    else:  # surplus ranks get the whole sum
         yield from unfold(lambda rank: values_N, lanes, inside)
         store(bucket.grad_N, values_N)
     return sent_bytes + inside.sent_bytes

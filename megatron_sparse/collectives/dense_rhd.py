@@ -167,7 +167,7 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
     distance = 1
     while distance < folding.active:
         partner = folding.index ^ distance
-        # Each of the two holds `distance` blocks; the first one's number is a multiple of it.
+        # Each of the two holds `distance` blocks; their first number is a multiple of `distance`.
         own = folding.index // distance * distance
         theirs = partner // distance * distance
         own_M = values_N[slice(*folding.span(cuts, own, own + distance))]
@@ -198,7 +198,7 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
     n, ranks = run.n, np.arange(run.n)
     active = 1 << (n.bit_length() - 1)  # the largest power of two up to n
     surplus = n - active
-    leads = np.array(leads_of(n))  # the active ranks
+    leads = np.array(leads_of(n))  # the active ranks, then n
     folded_into, folded = leads[:surplus], leads[:surplus] + 1
     fold_to_n, unfold_to_n = np.full(n, -1), np.full(n, -1)
     fold_to_n[folded], unfold_to_n[folded_into] = folded_into, folded

@@ -78,7 +78,7 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     Arguments and errors as of `agsparse`.
     """
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
-    identity = Identity.of_message(f"{NAME} direct", exchange, message)
+    identity = Identity.of_message(f"{NAME} direct", exchange, message)  # `direct` between nodes
     yield from exchange_sizes([], identity, transport)
     tag = identity.tag
     lanes = Lanes(transport.nodes, transport.rank)
@@ -160,6 +160,7 @@ class LaneParts:
         nodes = len(lanes.members)
         owner_counts = {len(lanes.owners(lanes.lane, node)) for node in range(nodes)}
         op = self._bucket.op if len(owner_counts) == 1 else CollectiveOp.ALL_REDUCE
+        # A slice for each segment, named by its number.
         slices = [
             ParameterSlice(str(number), start - part.start, stop - part.start, keep)
             for number, (start, stop, keep) in enumerate(self._segments(part))
@@ -208,7 +209,7 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
     bucket, scatter = exchange.bucket, exchange.scatters
     grad_N = bucket.grad_N
     if grad_N.dtype == torch.float32 and not scatter:
-        values_N = grad_N
+        values_N = grad_N  # the message replaces it, and later the sum
     else:
         values_N = exchange.take("lanes", bucket.numel, torch.float32)
     cuts, targets = (whole_cut(layout),), [values_N]
@@ -333,10 +334,10 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
         partial_bytes=run.p,
     )
     densities = run.densities.of_lane(max(sizes), lanes)
-    message, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
+    form, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
     # Bytes by lane, densest first: of a node's sum, plus those of the sum over all ranks.
     node_L, whole_L = (
-        np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
+        np.asarray(form.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
     sent_L = node_L + whole_L

@@ -70,11 +70,7 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
     """Refuses a configuration that names an unknown scheme or does not fit its scheme; returns it.
 
     Called when a configuration is resolved, before ranks start. The package `config` itself does
-    not import the schemes.
-
-    Args:
-        config: the plugin's part.
-        op: what the gradients need, see `check_op`; None if that is not known yet.
+    not import the schemes. `op`: what the gradients need, see `check_op`; None if not known yet.
 
     Raises:
         ConfigError: names the key.
@@ -120,12 +116,10 @@ def check_capacity(scheme: SchemeConfig) -> None:
 
 
 def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> None:
-    """Refuses schemes that cannot do the collective operation that the gradients need.
+    """Refuses schemes that cannot do the collective operation `op` that the gradients need.
 
-    Args:
-        scheme: with `auto` one of the candidates in `planner.schemes` suffices.
-        planner: names the candidates.
-        op: a reduce-scatter with Megatron's distributed optimizer, else an all-reduce.
+    That is a reduce-scatter with Megatron's distributed optimizer, else an all-reduce. With
+    `scheme.name=auto` it suffices that one of the candidates in `planner.schemes` can do it.
 
     Raises:
         ConfigError: lists the schemes that can.

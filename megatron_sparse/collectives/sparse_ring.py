@@ -48,7 +48,7 @@ NAME = "sparse_ring"
 def sparse_ring(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; the message is cut into shards in both forms.
+    Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce.
     """
     transport, scatter = exchange.transport, exchange.scatters
     identity = Identity.of_message(NAME, exchange, message)

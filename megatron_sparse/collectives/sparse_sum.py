@@ -84,7 +84,7 @@ class SparseSum:
         if sum_bits is not None and form == FORMAT_RICE:
             self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
         self._sum_spec = RecordSpec(
-            WIRE_CODES[self.gather_dtype],
+            WIRE_CODES[self.gather_dtype],  # `encode` replaces dtype and step
             step=0,
             record_format=form,
             block_size=block_size,
@@ -219,10 +219,11 @@ class SparseSum:
         dense: bool = False,
         slots_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encodes the sum of a cut. On CUDA the CPU waits for the size, but not in capacity mode.
+        """Encodes the sum of a cut into `out`, and returns the records, a view of `out`.
 
-        A quantised sum has error feedback, like a selection: this rank's residual is added to the
-        elements that are sent, and receives their rounding errors.
+        On CUDA the CPU waits for their size, but not in capacity mode. A quantised sum has error
+        feedback, like a selection: this rank's residual is added to the elements that are sent, and
+        receives their rounding errors.
 
         Args:
             cut: which part of the sum.
@@ -230,9 +231,6 @@ class SparseSum:
             out: uint8, at least the cut's capacity, or with slots up to their end. Mutated.
             dense: send every segment whole; the records' size is then the capacity.
             slots_S: offsets of the records; None for back to back.
-
-        Returns:
-            The records, a view of `out`.
         """
         reports, residual_M = self.message.reports, None
         if value_dtype in QUANTISED.values() and self.message.residual_N is not None:

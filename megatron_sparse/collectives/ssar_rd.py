@@ -2,7 +2,7 @@
 
 For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
 Let p be the largest power of two that is at most n. Ranks below p are active; rank p + i folds into
-rank i, which is its host.
+rank i.
 
 Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
 Fold (if n > p): rank p + i sends its message to rank i, which adds it.
@@ -49,11 +49,11 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     out = sums.take("encoded", whole.capacity("fp32"))
 
     if rank >= active:  # fold and unfold of a folded rank
-        host = rank - active
-        yield from exchange_records(group, (host, own), None)
+        lead = rank - active  # the rank that it folds into
+        yield from exchange_records(group, (lead, own), None)
         room = room[: whole.capacity(sums.final_dtype)]
-        records = yield from exchange_records(group, None, (host, room), last=True)
-        sums.add_sum(records, whole, sums.final_dtype, host, fresh=True)
+        records = yield from exchange_records(group, None, (lead, room), last=True)
+        sums.add_sum(records, whole, sums.final_dtype, lead, fresh=True)
         sums.settle(whole)
         sums.write(slice(None))
         return group.sent_bytes
@@ -101,7 +101,8 @@ def cost(run: DryRun) -> None:
     n, whole = run.n, run.piece()
     active = 1 << (n.bit_length() - 1)
     ranks = np.arange(n)
-    is_active_n, is_host_n = ranks < active, ranks < n - active  # of all ranks; of those that fold
+    is_active_n = ranks < active
+    is_lead_n = ranks < n - active  # whether another rank folds into the rank
     own, sums = run.messages(SCHEME.message_format(run.options)), run.sum_format()
     run.agree()
 
@@ -119,9 +120,9 @@ def cost(run: DryRun) -> None:
     run.work(is_active_n * own.seconds(CodecOp.DECODE, whole, one, run.b))
     if n > active:  # fold
         pass_records(np.where(is_active_n, -1, ranks - active), message_bytes)
-        run.work(is_host_n * addition_s)
-    count_n = np.where(is_host_n, 2, 1)  # messages in each rank's sum
-    is_sum_n = is_host_n  # whether the rank's sum has more than its own message
+        run.work(is_lead_n * addition_s)
+    count_n = np.where(is_lead_n, 2, 1)  # messages in each rank's sum
+    is_sum_n = is_lead_n  # whether the rank's sum has more than its own message
     distance = 1
     while distance < active:  # doubling
         peer_n = np.where(is_active_n, ranks ^ distance, -1)
@@ -138,10 +139,9 @@ def cost(run: DryRun) -> None:
         distance *= 2
     if n > active:  # unfold
         density = run.densities.whole(n)
-        run.work(is_host_n * sums.seconds(CodecOp.ENCODE, whole, density, run.b))
-        pass_records(
-            np.where(is_host_n, ranks + active, -1), float(sums.nbytes(whole, density, run.b))
-        )
+        run.work(is_lead_n * sums.seconds(CodecOp.ENCODE, whole, density, run.b))
+        target_n = np.where(is_lead_n, ranks + active, -1)
+        pass_records(target_n, float(sums.nbytes(whole, density, run.b)))
         run.work(~is_active_n * sums.seconds(CodecOp.DECODE, whole, density, run.b))
 
 

@@ -97,18 +97,18 @@ def _meet(
     """
     is_late = group.rank == late
     meetings = meetings_of(group.world_size, late)[group.rank]
-    for number, (peer, gives, takes) in enumerate(meetings):
-        # An early rank and the straggler swap partial sums of one chunk. All other chunks that are
-        # sent or received are complete.
-        swaps_with_late = peer == late and gives is not None
-        swapped = takes if is_late or swaps_with_late else None
+    for number, (peer, sent_chunk, received_chunk) in enumerate(meetings):
+        # An early rank and the straggler swap partial sums of one chunk. Chunks that early ranks
+        # exchange are complete, and so is a chunk that the straggler sends without receiving one.
+        swaps_with_late = peer == late and sent_chunk is not None
+        swapped = received_chunk if is_late or swaps_with_late else None
         received = None
         if swapped is not None:
             sent, received = sums.swap(swapped, is_late=is_late)
             work = group.post([(peer, sent)], [(peer, received)])
         else:
-            sends = [] if gives is None else [(peer, sums.chunk(gives))]
-            receives = [] if takes is None else [(peer, sums.chunk(takes))]
+            sends = [] if sent_chunk is None else [(peer, sums.chunk(sent_chunk))]
+            receives = [] if received_chunk is None else [(peer, sums.chunk(received_chunk))]
             work = group.post(sends, receives)
         if number == len(meetings) - 1:
             yield POSTED

@@ -187,21 +187,20 @@ class _Run:
     ) -> Phase:
         """Phase 2: runs this rank's meetings; adds one round's records while the next is in flight.
 
-        Args:
-            part_for: takes a peer and a chunk's number; returns the records to send to that peer.
-            received: room for the records of each chunk, by chunk.
-            arrived: called with the number of each chunk that has arrived.
+        `part_for` takes a peer and a chunk's number, and returns the records to send to that peer.
+        `received`: room for each chunk's records. `arrived` is called with each chunk's number.
         """
         rounds: list[Round] = []
-        for peer, gives, takes in self.meetings:
-            sends = [] if gives is None else [(peer, part_for(peer, gives))]
-            rounds.append((sends, [] if takes is None else [(peer, received[takes])]))
+        for peer, sent_chunk, received_chunk in self.meetings:
+            sends = [] if sent_chunk is None else [(peer, part_for(peer, sent_chunk))]
+            receives = [] if received_chunk is None else [(peer, received[received_chunk])]
+            rounds.append((sends, receives))
 
         def hand_over(number: int) -> None:
             """Hands over the chunk that arrived in meeting `number` - 1. See `in_rounds`."""
-            takes = self.meetings[number - 1].receives if number else None
-            if takes is not None:
-                arrived(takes)
+            chunk = self.meetings[number - 1].receives if number else None
+            if chunk is not None:
+                arrived(chunk)
 
         yield from self.group.in_rounds(rounds, hand_over, last=True)
 

@@ -23,7 +23,7 @@ always sent whole travel among the pairs: 4 bytes more for each.
 Deviations: h0 is a permutation, which needs no index sets (`formats.hash_partition`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
 dense; h0 is a function of `HASH_SEED`, which all ranks know, instead of seeds that are broadcast.
-On CUDA the host waits for the device at every check.
+On CUDA the CPU waits for the GPU at every check.
 """
 
 from __future__ import annotations

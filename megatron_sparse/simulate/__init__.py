@@ -22,12 +22,9 @@ FIGURES: Sequence[Figure] = (*spccl.FIGURES, *zen.FIGURES, *pccl.FIGURES, *strag
 
 
 def select(paper: str | None, number: int | None) -> list[Figure]:
-    """The figures of a paper, or one of them.
+    """The figures of `paper` (spccl, zen, pccl or stragglar), or of all papers if it is None.
 
-    Args:
-        paper: spccl, zen, pccl or stragglar; None for all.
-        number: the figure's number in the paper, which must then be given; None for all of its
-            figures.
+    `number`: only the figure with this number in the paper, which must then be given.
 
     Raises:
         ConfigError: there is no such figure, or a number has no paper.

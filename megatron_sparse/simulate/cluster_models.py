@@ -3,8 +3,8 @@
 Most are of the papers' machines, with the links of `machines`. The backend's all-reduce is a ring
 at the rate of the links between nodes. For the codec's rates each call runs on the CPU,
 `moved_bytes` counts the bytes that its tensor operations move, and the model assumes that a GPU
-moves them at half of its memory's peak rate (`Machine.codec_rate`). Launches and the host cost
-nothing.
+moves them at half of its memory's peak rate (`Machine.codec_rate`). Kernel launches and other work
+of the CPU cost nothing.
 
 `python -m megatron_sparse.simulate.cluster_models` rewrites the files.
 """

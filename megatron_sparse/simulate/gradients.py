@@ -116,13 +116,9 @@ def embedding_like(
 ) -> GradientModel:
     """`skewed`, with the exponent for which the sum of `ranks` ranks has `sum_density`.
 
-    Args:
-        numel: elements.
-        density: expected, of one rank.
-        sum_density: expected, of the sum of `ranks` ranks' gradients: between `density` (the same
-            rows on all ranks) and the sum's density for uniform rows.
-        ranks: the number of ranks in the sum.
-        row_numel: elements of a row, such as the width of an embedding.
+    `density`: expected, of one rank. `sum_density`: expected, of the sum of `ranks` ranks'
+    gradients: between `density` (the same rows on all ranks) and the sum's density for uniform
+    rows. `row_numel`: elements of a row, such as the width of an embedding.
 
     Raises:
         ValueError: no exponent from 0 to 8 gives `sum_density`.

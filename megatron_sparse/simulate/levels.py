@@ -5,9 +5,10 @@ a collective is to predict its time by the cost models.
 
 One iteration with the distributed optimizer moves every gradient in a reduce-scatter and every
 updated parameter in an all-gather. The gradient's half is priced by `planner.levels` with the
-cheapest scheme of each level, the parameters' half by `parameters.price`: exact moves, once per
-node or flat, or raw, whichever takes the least time. That half does not depend on the level.
-Without the distributed optimizer there is an all-reduce of gradients and nothing else.
+cheapest scheme of each level, the parameters' half by `parameters.price`: exact moves (changes of
+parameters), once per node or to each rank, or raw parameters, whichever takes the least time. That
+half does not depend on the level. Without the distributed optimizer there is an all-reduce of
+gradients and nothing else.
 
 `dense` is Megatron's own synchronisation: the backend's ring over all ranks for both halves,
 parameters in two bytes. `best_dense` is the cheapest that sends every element in full: any dense
@@ -137,7 +138,7 @@ class Group:
     """Data-parallel ranks on a cluster, and the prices of one bucket there.
 
     Attributes:
-        cluster: links, codecs, host.
+        cluster: rates of links and codecs, overheads of the CPU.
         ranks: how many; nodes are filled one after the other.
         training: what is synchronised.
 

@@ -243,7 +243,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
         timer = ChargingTimer(transport, memory_bound(job.seconds_a_byte))
         timers.append(timer)
         if transport.rank == straggler:
-            transport.charge(late_s or 0.0)
+            transport.charge(late_s or 0.0)  # its clock starts late
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
         exchange = Exchange(bucket, transport, buffers, timer, options, straggler=straggler)
         if entry.takes is Input.DENSE:

@@ -45,7 +45,7 @@ def after_s(
     All ranks are on one node of `machine`. The last rank is late by `delay_s`. `full_bytes` is the
     size of the fp32 buffer.
     """
-    # Divisible by n pieces and by n - 1 chunks.
+    # Simulated elements: divisible into the n pieces of a ring, and into n - 1 chunks.
     numel = world_size * (world_size - 1) * 2
     job = Job(machine, world_size, full_bytes, numel, charged=False)
     return price(job, scheme, lambda _: torch.ones(numel), late_s=delay_s).time_s - delay_s

@@ -19,7 +19,7 @@ is the product of predicted delay and persistence, with delays cut off at the us
 
 Deviations: exact for every n, while the paper drops terms for large n; the ring to beat has the
 measured links of the backend's own collective; sparse collectives are added. Times are those of the
-alpha-beta model: codecs and the host count only as far as they are in the measured alpha and beta.
+alpha-beta model: codecs and the CPU count only as far as they are in the measured alpha and beta.
 """
 
 from __future__ import annotations
