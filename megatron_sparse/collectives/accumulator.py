@@ -53,7 +53,7 @@ class Accumulator:
 
 
 def as_partial(exchange: Exchange, sum_M: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A partial sum as it travels: itself, or a rounded copy that is valid until the next call."""
+    """A partial sum in `dtype`, to send: itself, or a rounded copy, valid until the next call."""
     if dtype == torch.float32:
         return sum_M
     return round_into(exchange.take("outgoing", sum_M.numel(), dtype), sum_M)
@@ -77,6 +77,6 @@ def partial_name(bucket: Bucket, value_dtype: str) -> str:
 
 
 def store(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies, and rounds where needed, unless the two are the same memory."""
+    """Copies `source` to `target`, rounded to its dtype; nothing if they are the same memory."""
     if target.data_ptr() != source.data_ptr():
         round_into(target, source)

@@ -27,7 +27,7 @@ from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker, PeerTensors, SubsetTransport
 
 SMALL_BYTES = 2**19
-"""gloo: so many bytes of a bucket are sent without pacing. Round trips take longer than they do."""
+"""gloo: messages of a bucket up to this total size are posted at once. Rounds take longer."""
 
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
@@ -170,7 +170,7 @@ class Identity:
         return self.fingerprint & 0x7FFFFFFF  # a tag has 31 bits
 
     def _word(self, count: int | None) -> int:
-        """The fingerprint; with a `count`, a number that differs where ranks' counts do."""
+        """The fingerprint; with a `count`, a checksum of both."""
         own = self.fingerprint
         return own if count is None else zlib.crc32(str(count).encode(), own)
 
@@ -245,7 +245,7 @@ def exchange_sizes(
 
 
 def names_of(transport: Transport | SubsetTransport) -> Sequence[int]:
-    """What errors call each rank of a transport: its number in the whole group."""
+    """The number of each of the transport's ranks in the whole group, which errors state."""
     is_subset = isinstance(transport, SubsetTransport)
     return transport.ranks if is_subset else range(transport.world_size)
 
@@ -349,7 +349,7 @@ class Subgroup:
 
 
 def whole_group(transport: Transport, tag: int) -> Subgroup:
-    """All ranks of a transport."""
+    """The group of all ranks of a transport."""
     return Subgroup(transport, range(transport.world_size), tag)
 
 

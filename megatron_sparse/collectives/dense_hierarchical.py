@@ -76,11 +76,11 @@ class Lanes:
         self.guests = [] if self.is_surplus else self.owners(self.lane, self.node)[1:]
 
     def owners(self, lane: int, node: int) -> list[int]:
-        """The rank of a lane on a node, and behind it the surplus ranks that fold into it."""
+        """The rank of a lane on a node, followed by the surplus ranks that fold into it."""
         return self.members[node][lane :: self.count]
 
     def order(self) -> list[list[int]]:
-        """The owners of each lane on each node, lane by lane: how the bucket is laid out."""
+        """The owners of each piece: lane 0 on node 0, on node 1, ..., lane 1 on node 0, ..."""
         nodes = range(len(self.members))
         return [self.owners(lane, node) for lane in range(self.count) for node in nodes]
 
@@ -144,7 +144,7 @@ def piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
 
 
 def shards_of(bucket: Bucket, order: Sequence[Sequence[int]]) -> dict[int, slice]:
-    """The shard of each rank, if shards lie in the order of `Lanes.order`; in that order."""
+    """For each rank, where its shard lies in a vector with the shards in the order of `order`."""
     owners, numel = chain(*order), bucket.numel // bucket.world_size
     return {owner: slice(i * numel, (i + 1) * numel) for i, owner in enumerate(owners)}
 

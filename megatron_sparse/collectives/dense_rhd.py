@@ -53,7 +53,7 @@ def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
 
 
 def leads_of(n: int) -> list[int]:
-    """The rank of each active one of n, in order, and n behind them."""
+    """The active ranks of n, ascending, then n: the end of the last block."""
     active = 1 << (n.bit_length() - 1)
     surplus = n - active
     return [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
@@ -92,11 +92,11 @@ class Folding:
         return len(self.leads) - 1
 
     def span(self, cuts: list[int], first: int, last: int) -> tuple[int, int]:
-        """The elements of the blocks `first` to `last`, the latter not included."""
+        """(start, stop) of the elements of the blocks `first` to `last` - 1."""
         return cuts[self.leads[first]], cuts[self.leads[last]]
 
     def block(self, cuts: list[int]) -> tuple[int, int]:
-        """The elements of this rank's block; none for a folded rank."""
+        """(start, stop) of the elements of this rank's block; (0, 0) for a folded rank."""
         if self.folded:
             return 0, 0
         return self.span(cuts, self.index, self.index + 1)

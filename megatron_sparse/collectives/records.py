@@ -74,13 +74,13 @@ class Cut:
 
 @lru_cache(CUTS)
 def shard_cuts(layout: Layout) -> tuple[Cut, ...]:
-    """The cut of each shard; kept for the next step."""
+    """The cut of each shard, by rank; cached for later steps."""
     return tuple(Cut(layout, *ends) for ends in pairwise(layout.shard_segments))
 
 
 @lru_cache(CUTS)
 def whole_cut(layout: Layout) -> Cut:
-    """All of a layout; kept for the next step."""
+    """One cut of the whole bucket; cached for later steps."""
     return Cut(layout, 0, layout.segment_keep.numel())
 
 

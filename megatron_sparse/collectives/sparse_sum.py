@@ -152,7 +152,7 @@ class SparseSum:
         self._decode(records, cut, expected, fresh=fresh)
 
     def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
-        """Adds a sum that came as plain values."""
+        """Adds a sum that arrived as dense values, without records."""
         with self._timer.stage("decode"):
             self.sum_N[cut.elements].add_(sum_M)
 
@@ -188,7 +188,7 @@ class SparseSum:
         return write_sum
 
     def round_partial(self, cut: Cut) -> None:
-        """Rounds a partial sum as peers will receive it, so that all add the same numbers."""
+        """Rounds a partial sum in place as peers receive it, so that all add the same values."""
         if self.partial_dtype != "fp32":
             part = self.sum_N[cut.elements]
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
@@ -289,5 +289,5 @@ def sum_span(log2_span: int, ranks: int) -> int:
 
 @lru_cache(TABLES)
 def sum_slots(slots: Slots, cut: Cut, ranks: int, spec: RecordSpec) -> Slots:
-    """`SparseSum.slots_of_sum` for this many ranks; kept for the next step."""
+    """The slots behind `SparseSum.slots_of_sum`, for `ranks` messages; cached for later steps."""
     return Slots.of(cut.own_offsets, cut.keep, slots.capacity_S[cut.segments] * ranks, spec)

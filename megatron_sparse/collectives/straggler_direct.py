@@ -71,13 +71,13 @@ NAME = "straggler_direct"
 
 
 def straggler_cuts(bucket: Bucket) -> Cuts:
-    """Where messages of a bucket are cut beside the shards' borders, for any straggler."""
+    """The chunks' borders, at which messages are cut in addition to the shards' borders."""
     chunks = bucket.world_size - 1
     return tuple(sorted({*chunk_cuts(bucket.numel, chunks)})) if chunks else ()
 
 
 def cuts_of_chunks(layout: Layout, bucket: Bucket) -> list[Cut]:
-    """The chunk of each early rank, in rank order, of messages that are cut at `straggler_cuts`."""
+    """The chunk of each early rank, ascending, in a layout that is cut at `straggler_cuts`."""
     offsets = torch.tensor(chunk_cuts(bucket.numel, bucket.world_size - 1))
     borders = torch.searchsorted(layout.segment_offsets, offsets).tolist()
     return [Cut(layout, *ends) for ends in pairwise(borders)]

@@ -67,6 +67,7 @@ def _rows(machine: Machine, vendor: str, fast: bool) -> list[Row]:
 
     `fast`: fewer sizes and ranks.
     """
+    # [::3]: every third size, including the smallest and the largest.
     ranks, sizes = (FAST_RANKS, SIZES_MB[::3]) if fast else (RANKS, SIZES_MB)
     rows = []
     for size in sizes:

@@ -39,10 +39,10 @@ from megatron_sparse.wire import HEADER_BYTES
 
 SECTOR_BYTES = 32
 """The least bytes that a GPU moves for one scattered element."""
-_WRITE_ONLY = ("copy_", "zero_", "fill_")
-_RESIDUAL = 10  # of the arguments of `prune_encode`
-_FRESH = 6  # of those of `decode_`
-_FREE = ("empty", "detach", "lift_fresh", "resize_")
+_WRITE_ONLY = ("copy_", "zero_", "fill_")  # operations that overwrite a tensor without reading it
+_RESIDUAL = 10  # index of the residual among the arguments of `prune_encode`
+_FRESH = 6  # index of `fresh` among the arguments of `decode_`
+_FREE = ("empty", "detach", "lift_fresh", "resize_")  # operations that move no bytes
 
 
 Measure = Callable[[Any, tuple, dict, Any], float]

@@ -32,6 +32,7 @@ ranks, the others 28 or more; these tries reach the fewest rounds found for 24 a
 even n. Odd n begin with seed 0, which keeps every odd n up to 64 within the bound of its test."""
 MOST_RANKS_TRIED_AGAIN = 32
 URGENCY = 10.0
+"""Weight of each doubling that a chunk lacks beyond the rounds that it has left."""
 WINDOW_PENALTY = 5.0
 CHUNK_WEIGHT = 1000.0
 """Far above any urgency: the number of chunks decides first, then their urgency."""
@@ -42,7 +43,7 @@ SCALE = 1000
 
 
 Gift = tuple[float, int] | None
-"""A chunk after its value, if there is one to give."""
+"""(urgency, chunk) that one rank can give another; None if there is no such chunk."""
 
 
 def matching_rounds(n: int) -> list[Round]:
@@ -154,7 +155,7 @@ class _State:
 
 
 class _Even(_State):
-    """Gives the oldest chunk first; has critical windows."""
+    """For even n: a rank gives the oldest chunk first, none too new for a critical window."""
 
     def fixed(self) -> list[Transfer]:
         """Adds, in the first rounds, the first copy of the newest chunk, as in Algorithm 1."""
@@ -195,7 +196,7 @@ class _Even(_State):
 
 
 class _Odd(_State):
-    """Gives the most urgent chunk first."""
+    """For odd n: a rank gives the most urgent chunk first."""
 
     def gift(self, sender: int, receiver: int) -> Gift:
         """The most urgent missing chunk; of several, the oldest. None if none is missing."""
