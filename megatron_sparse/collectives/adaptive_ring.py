@@ -6,15 +6,15 @@ sparsities): `scheme.ring_intra_density` for links inside a node, `scheme.ring_i
 links between nodes, and `scheme.ring_gather_density` for the all-gather, whose records are encoded
 once only.
 
-The phases are those of `sparse_ring`; ranks are numbered as they follow one another there.
+The phases are those of `sparse_ring`. Below, ranks are numbered by their place in the ring.
 Agreement: one all-gather of the collective's identity, thresholds included, and of the number of
 non-zero elements that each rank has selected, 8 (2 + n) bytes a rank.
 Reduce-scatter, n - 1 steps: as `sparse_ring`. But from the second step on, if the density of a sum
 has reached the threshold of the link to the successor, the rank sends the sum dense: no count, no
 encoding, no size round, no copy of an fp32 sum. The density is measured in the records that cross a
 link and extrapolated from there by equation (7) (`link_density`). It never falls while nothing is
-measured, so a link that has gone dense stays dense. A link of the other kind may still be sparse: a
-shard that goes dense between two sparse transfers is the paper's dense send in between.
+measured, so a link that has gone dense stays dense. A link of the other kind may still be sparse,
+so a shard may travel sparse, then dense, then sparse again, as in the paper.
 All-gather (all-reduce only): as `sparse_ring`. Each rank extrapolates the density of its own sum
 from the link that the sum came by. If it has reached the third threshold, the rank sends dense
 records (the paper's phase-aware adaptivity).
@@ -26,7 +26,7 @@ Deviations, beside those of `link_density`: rank r's first transfer is always sp
 selection has encoded it already; whole shards are encoded, not slices of a pipeline.
 
 In step s rank r sends 8 bytes and the records of the sum of shard r - s by ranks r - s + 1, ..., r
-in one round each, or its N / n partial sums of p bytes (`dense_ring`) in one round.
+in one round each, or the shard's N / n partial sums of p bytes each (`dense_ring`) in one round.
 """
 
 from __future__ import annotations

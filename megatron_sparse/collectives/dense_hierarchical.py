@@ -1,4 +1,4 @@
-"""Dense hierarchical (PCCL, section 4.1): rings inside the nodes, recursive between them.
+"""Dense hierarchical (PCCL, section 4.1): rings inside nodes, recursive halving between them.
 
 Every node has m lanes; lane l of each node forms a group across the k nodes. All lanes talk to
 other nodes at the same time, so all network cards are busy, and the rounds between nodes are

@@ -8,7 +8,8 @@ Fold (1 round, if n > p): odd ranks send everything.
 Halving, log2 p rounds: active ranks at distance p / 2, p / 4, ..., 1 halve the blocks they still
 hold. Each sends the half that its partner will own and adds the half that it receives. Afterwards
 each holds the sum of its block.
-Doubling (all-reduce only), log2 p rounds: at distance 1, 2, ..., p / 2 they exchange all they have.
+Doubling (all-reduce only), log2 p rounds: at distance 1, 2, ..., p / 2 active ranks exchange all
+complete blocks that they have.
 Unfold (1 round, if n > p): folded ranks get the result: everything, or their own piece.
 
 Active rank j sends N - |block j| partial sums in halving, and at distance d in doubling as many

@@ -91,12 +91,13 @@ def reduce_shards(
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
-    write_sum = sums.placer(cuts, dense=dense)
+    write_sum = sums.sum_writer(cuts, dense=dense)
     if doubling:
         yield from doubling_all_gather(buffer, sizes, group, write_sum)
     else:
         own_bytes = sizes[group.rank]
-        own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]  # may end before `buffer`
+        # The buffer may be longer than all records.
+        own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]
         yield from pairwise_all_gather(own, room, sizes, group, write_sum)
     return group.sent_bytes
 

@@ -68,7 +68,7 @@ def sum_in_one_call(
         sums=sums.take("gathered", plan.sums_bytes),
         step=message.step,
         sum_steps=sum_steps,
-        earlier=reports.statuses(bucket.grad_N.device),
+        earlier=reports.statuses(bucket.grad_N.device),  # of making the message
         events=torch.tensor(events),
     )
     report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)

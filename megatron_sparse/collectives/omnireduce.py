@@ -1,4 +1,4 @@
-"""OmniReduce (Fei et al., 2021): only blocks that hold something travel, there and back.
+"""OmniReduce (Fei et al., 2021): only non-zero blocks travel, to the aggregators and back.
 
 A message is the non-zero blocks of `scheme.block_size` consecutive elements, each with its number
 instead of an index for every element; selection encodes messages this way. Aggregators add the

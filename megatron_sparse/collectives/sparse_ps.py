@@ -58,7 +58,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
         room = sums.take("received", whole.capacity(sums.final_dtype))
         records = yield from exchange_records(group, None, (SERVER, room), last=True)
         sums.add_sum(records, whole, sums.final_dtype, SERVER, fresh=True)
-        sums.settle(whole)  # the server's bits, also of NaN
+        sums.unify_bits(whole)  # the server's bits, also of NaN
         sums.write(whole.elements)
         return group.sent_bytes
 
@@ -66,7 +66,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
     received[SERVER] = own
     yield from group.exchange([], [(peer, received[peer]) for peer in range(1, n)])
     sums.add_messages(received, whole, range(n))
-    sums.settle(whole)  # the server's own copy gets the bits that the other ranks will decode
+    sums.unify_bits(whole)  # the server's own copy gets the bits that the other ranks will decode
     out = sums.take("encoded", whole.capacity(sums.final_dtype))
     encoded = sums.encode(whole, sums.final_dtype, out)
     # As in the peers' `exchange_records`, but to all peers at once: the size, then the records.

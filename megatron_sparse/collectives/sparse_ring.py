@@ -156,7 +156,7 @@ def ring_gather_sums(
         WireFormatError: a peer's records are not what was announced.
     """
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
-    write_sum = sums.placer(cuts)
+    write_sum = sums.sum_writer(cuts)
     yield from ring_all_gather(
         buffer,
         [sizes[rank] for rank in group.ranks],

@@ -166,7 +166,7 @@ class SparseSum:
             return None
         return sum_slots(slots, cut, self._bucket.world_size, self._sum_spec).offsets
 
-    def placer(
+    def sum_writer(
         self, cuts: Sequence[Cut], *, dense: bool = False
     ) -> Callable[[int, torch.Tensor], None]:
         """The callback of an all-gather of complete sums, in which rank i sends the sum of cut i.
@@ -193,7 +193,7 @@ class SparseSum:
             part = self.sum_N[cut.elements]
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
-    def settle(self, cut: Cut) -> None:
+    def unify_bits(self, cut: Cut) -> None:
         """Gives a complete sum the same bits on all ranks: rounds it as its records, unifies NaN.
 
         Some ranks keep the sum that they added up, others decode its records. Call it

@@ -54,7 +54,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
         room = room[: whole.capacity(sums.final_dtype)]
         records = yield from exchange_records(group, None, (lead, room), last=True)
         sums.add_sum(records, whole, sums.final_dtype, lead, fresh=True)
-        sums.settle(whole)
+        sums.unify_bits(whole)
         sums.write(slice(None))
         return group.sent_bytes
 
@@ -83,7 +83,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
             sums.add_message(records, whole, peer)
         sums.round_partial(whole)
         distance *= 2
-    sums.settle(whole)
+    sums.unify_bits(whole)
     if folded is not None:
         sent = sums.encode(whole, sums.final_dtype, out)
         yield from exchange_records(group, (folded, sent), None, last=True)

@@ -121,7 +121,7 @@ def _meet(
             yield rows_arrived
             read_rows()  # raises if the peer is in another collective
         yield work
-        if swapped is not None and received is not None:
+        if swapped is not None and received is not None:  # both or neither
             sums.complete(swapped, received, is_late=is_late)
 
 
@@ -152,7 +152,7 @@ class _Sums:
         chunks = [self.chunk(number) for number in range(n)]
         own_M = chunks[rank]
         room = self._exchange.take("parts", (n - 1) * own_M.numel(), own_M.dtype)
-        parts = [*room.view(n - 1, own_M.numel())]
+        parts = [*room.view(n - 1, own_M.numel())]  # from the other early ranks
         parts.insert(rank, own_M)  # now in rank order
         yield from pairwise_all_to_all(chunks, parts, group, last=False)
         self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)

@@ -128,7 +128,7 @@ class _Run:
         early_sizes = [size for (size,) in table]
         check_announced(early_sizes, self.chunks, dtype, self.early_ranks)
         room = sums.take("gathered", sum(early_sizes) - own.numel())
-        write_sum = sums.placer(self.chunks)
+        write_sum = sums.sum_writer(self.chunks)
         yield from pairwise_all_gather(own, room, early_sizes, early, write_sum, last=False)
         # Now `sums` has the early sum of every chunk.
         (late_sizes,) = yield from self._shake_hands([own.numel()])

@@ -1,6 +1,6 @@
 """The papers' figures, regenerated on the virtual cluster with the parameters of their clusters.
 
-`levels` is no paper's: what levels of compression cost, from the cost models.
+`levels` belongs to no paper: it predicts the time of compression at each level.
 
 A MODEL, not a measurement: messages and codecs are real, time is alpha-beta (`pricing`). One module
 for each paper, with its figures in `FIGURES`; docs/results/figures.md shows them and compares them

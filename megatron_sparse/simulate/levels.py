@@ -15,7 +15,7 @@ parameters in two bytes. `best_dense` is the cheapest that sends every element i
 scheme, or dense at level `node`, for each half.
 
 Buckets are Megatron's, of equal size: max(40 million, 1 million a rank) elements at most. They are
-priced one after the other. The step is that of the preset's target density.
+priced one after the other, at the preset's target density.
 
 Moves are coded by `rans`, in a number of bits that the caller states. No GPU's coder was measured:
 it moves as many bytes as docs/device-work.md counts, at the rate of the cluster's other codecs, and
@@ -274,6 +274,7 @@ def level_rows(
     for n in ranks:
         group = Group(cluster, n, training)
         gradient_bytes, raw_bytes = training.gradient_bytes, PARAMETER.itemsize
+        # Seconds of one bucket without compression: as Megatron does it, and the cheapest way.
         gradient_s = dense_s = group.dense_s(RANK, gradient_bytes, instances)
         best_s = group.best_dense_s(gradient_bytes, instances)
         if training.sharded:  # the parameters' gather, within one instance
@@ -310,13 +311,13 @@ def level_rows(
 
 def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path | None) -> None:
     """Prints a line that states the assumptions, then the rows as a table; see `print_table`."""
-    halves = "all-reduce"
+    collectives = "all-reduce"
     if training.sharded:
         bits = f"{training.move_bits:g} bits"
-        halves = f"reduce-scatter, and bf16 parameters gathered exactly in {bits}"
+        collectives = f"reduce-scatter, and bf16 parameters gathered exactly in {bits}"
     if training.instances > 1:
-        halves += f", {training.instances} instances"
+        collectives += f", {training.instances} instances"
     dtype = "fp32" if training.gradient_bytes == 4 else "bf16"
     priced = f"{training.numel / 1e9:g} B parameters on {rows[0].cluster}: {dtype} gradients"
-    print(f"{priced}, {halves}; milliseconds of a model (cost models), not measured")
+    print(f"{priced}, {collectives}; milliseconds of a model (cost models), not measured")
     print_table(rows, json_path)

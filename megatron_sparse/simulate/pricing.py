@@ -108,6 +108,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     if codec_name == "hash_bitmap_add_":
         acc_M, words, values, nnz = args[0], args[1], args[2], args[4]
         return words.nbytes + values.nbytes + float(min(2 * acc_M.nbytes, 2 * SECTOR_BYTES * nnz))
+    # Any other operation: the schema says which arguments it updates in place.
     total = 0.0
     for argument, value in zip(func._schema.arguments, args, strict=False):
         is_written = argument.alias_info is not None and argument.alias_info.is_write

@@ -1,8 +1,9 @@
 """SpCCL's figures 7 and 8: sparse all-reduce and reduce-scatter on Perlmutter.
 
-Gradients are uniform and independent across ranks (section VI-A), messages Pici, thresholds the
-paper's. The simulated bucket always has 2^19 elements (2 MiB), for every priced size (`pricing`).
-The dense baseline is the ring that NCCL uses; the network hides its additions, as in NCCL.
+Gradients are uniform and independent across ranks (section VI-A), messages in format Pici, density
+thresholds the paper's. The simulated bucket always has 2^19 elements (2 MiB), for every priced size
+(`pricing`). The dense baseline is the ring that NCCL uses; the network hides its additions, as in
+NCCL.
 """
 
 from __future__ import annotations

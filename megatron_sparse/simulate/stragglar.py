@@ -30,7 +30,7 @@ NAMES = {
 }
 """The paper's name of each scheme."""
 IDEAL_S = 10.0
-"""A delay long enough to hide all other work."""
+"""A delay in which the early ranks finish all work that they can do without the straggler."""
 POWERS, FAST_POWERS = (4, 8, 16, 32, 64, 128, 256), (4, 8)
 EVENS, FAST_EVENS = (6, 10, 12, 14, 18, 20, 24, 28, 36, 48, 60), (6, 10)
 """Not powers of two; from 60 ranks on, making a schedule takes seconds."""

@@ -2,7 +2,7 @@
 
 Pure functions of times of readiness: for one bucket in one step, the seconds at which each rank was
 ready to exchange it, counted from any origin that the ranks share. The straggler is the rank that
-was ready last (of several the lowest); its delay is the time between the last of the others and it
+was ready last (of several the lowest); its delay is the time from the last but one rank to it
 (StragglAR, appendix C, where it is a difference of waiting times).
 
 A straggler is *persistent* if it was last in most steps: the lower end of Wilson's one-sided 95 %
