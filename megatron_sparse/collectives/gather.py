@@ -40,7 +40,7 @@ def pairwise_rounds(
     received: Sequence[Sequence[torch.Tensor]],
     group: Subgroup,
 ) -> list[Round]:
-    """The rounds of an all-to-all of several pieces for each peer; see `pairwise_all_to_all`."""
+    """The rounds of `pairwise_all_to_all`, with any number of pieces for and from each rank."""
     n, rank = group.world_size, group.rank
     rounds: list[Round] = []
     for step in range(1, n):

@@ -311,7 +311,10 @@ def cost(run: DryRun) -> None:
 def _within_node_cost(
     run: DryRun, ranks: int, lanes: int, value_bytes: int, addition_s: float
 ) -> None:
-    """Phase 1 or 3 in a node of `ranks` ranks: a round moves a lane's part, the next adds it."""
+    """Phase 1 or 3 in a node of `ranks` ranks: a round moves a lane's part, the next adds it.
+
+    `addition_s`: seconds to add a part; 0 in phase 3, which only copies.
+    """
     inside = run.part(run.shape, run.node(ranks))
     nbytes = run.shape.numel / lanes * value_bytes
     # Step, bytes, and the addition of the part that arrived in the round before.
@@ -321,7 +324,10 @@ def _within_node_cost(
 
 
 def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
-    """Phase 2: the densest lane encodes its part of the node's sum, runs `direct` on it."""
+    """Phase 2: the densest lane encodes its part of the node's sum, and runs `direct` on it.
+
+    The other lanes only slow it down, where they share its network card.
+    """
     sizes = run.clocks.topology.node_sizes
     op = run.shape.op if len(set(sizes)) == 1 else CollectiveOp.ALL_REDUCE
     # Between nodes values travel as partial sums do, complete sums too.

@@ -35,7 +35,7 @@ def prunable_numel(cut: Cut) -> int:
 def prunable_nnz(records: torch.Tensor, cut: Cut) -> int:
     """Counts the non-zero elements of records outside the segments that are always sent whole.
 
-    Reads the records' headers, on CUDA each by a copy to the CPU. It does not check them, because
+    Reads the records' headers, on CUDA each by a copy to the CPU, but not their checksums, because
     this rank has encoded or decoded the records. `records`: uint8, one for each segment of `cut`.
     """
     total = position = 0

@@ -66,8 +66,8 @@ class Cut:
     def capacity(self, *value_dtypes: str) -> int:
         """The most bytes that records of these segments take, in any of these dtypes.
 
-        The widest dtype may not be the largest: a Rice record of a few quantised values is longer
-        than they are in fp32.
+        The widest dtype may not need the most: a Rice record of a few quantised values is longer
+        than a record of these values in fp32.
         """
         return max(message_capacity(self.own_offsets, WIRE_CODES[name]) for name in value_dtypes)
 

@@ -88,7 +88,7 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
 
 
 def check_names(scheme: SchemeConfig, planner: PlannerConfig) -> None:
-    """Refuses names that no scheme has; part of `check`.
+    """Refuses configured names that no scheme has; part of `check`.
 
     Raises:
         ConfigError: lists the names.
@@ -104,8 +104,8 @@ def check_capacity(scheme: SchemeConfig) -> None:
     Raises:
         ConfigError: lists the schemes that have them.
     """
-    given, name = scheme.given_capacity, scheme.name  # None where the plugin chooses a capacity
-    # `auto` chooses among the schemes that have such messages, so it fits.
+    given, name = scheme.given_capacity, scheme.name  # None for `auto` and null
+    # With a capacity `scheme.name=auto` chooses among the sparse schemes that take one.
     if given is not None and name != AUTO and not SCHEMES[name].takes_slots:
         raise ConfigError(
             f"scheme.name={name} has no messages of fixed size",

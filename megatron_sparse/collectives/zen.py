@@ -105,7 +105,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
 
 
 def _check_bucket(bucket: Bucket) -> None:
-    """Refuses a bucket that is too large."""
+    """Refuses a bucket with more elements than int32 indices can number."""
     if bucket.numel > MAX_SEGMENT_NUMEL:
         raise ConfigError(
             f"bucket {bucket.name} is too large for scheme.name={NAME}",
