@@ -1,7 +1,7 @@
-"""The compiled extension: ops of the namespace `megatron_sparse`, loaded on first use.
+"""Loads the two native libraries, "cpu" and "cuda", with torch ops of namespace `megatron_sparse`.
 
-Nothing is imported or loaded until `load` is called; `ops` calls it. The libraries are built by
-`setup.py` at install time or, where one is missing or older than its sources, by the first use.
+Importing this package loads neither; the typed ops of `ops` do, at their first call. `setup.py`
+builds the libraries; one that is missing or older than its sources is built when it is first used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _loaded: set[str] = set()
 
 
 def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
-    """Loads the library, building it first if it is missing or older than its sources.
+    """Loads a native library into torch; builds it before if it is missing or outdated.
 
-    Thread-safe; ranks that start together wait for the first one's build. Calling it again costs a
-    set look-up. Loading the CUDA library loads the CPU one, which holds the schemas.
+    Thread-safe; of ranks that start together one builds, and the others wait for its file lock.
+    A second call returns at once. "cuda" loads "cpu" first, which declares the schemas of all ops.
 
     Raises:
         DependencyError: it must be built, and a compiler (or torch's headers) is missing.
@@ -29,20 +29,18 @@ def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
     if part in _loaded:
         return
     with _lock:
-        for name in ("cpu", "cuda"):  # in this order, up to `part`
+        for name in ("cpu",) if part == "cpu" else ("cpu", "cuda"):
             if name not in _loaded:
                 _build_if_needed(name)
                 _load_library(name)
-            if name == part:
-                return
 
 
 def status() -> dict[str, dict[str, object]]:
-    """The state of each part, for `doctor`. Loads the libraries that are built; builds nothing.
+    """Reports the state of both libraries, for `doctor`; loads each that is built, builds none.
 
     Returns:
-        For `cpu` and `cuda`: `path` (str), `built` (current with its sources), `loaded`, and
-        `reason` (why it is not loaded, else empty).
+        For each of "cpu" and "cuda" a dict: `path` (str), `built` (bool: from the current sources),
+        `loaded` (bool), and `reason` (str: why it is not loaded, else empty).
     """
     from megatron_sparse.cuda_ext import sources
     from megatron_sparse.errors import ExtensionError
@@ -61,23 +59,19 @@ def status() -> dict[str, dict[str, object]]:
                         reason = f"{error.what}: {error.got}"
                 else:
                     reason = "older than its sources" if path.is_file() else "not built"
-            found[name] = {
-                "path": str(path),
-                "built": built,
-                "loaded": name in _loaded,
-                "reason": reason,
-            }
+            loaded = name in _loaded
+            found[name] = {"path": str(path), "built": built, "loaded": loaded, "reason": reason}
     return found
 
 
 def compiles_first(*parts: str) -> str:
-    """What the first use of these parts compiles, in words; builds and loads nothing.
+    """A sentence that names the libraries to be compiled on first use; builds and loads nothing.
 
     Args:
-        parts: of `cpu` and `cuda`.
+        parts: "cpu", "cuda" or both.
 
     Returns:
-        Empty where they are built, or where a compiler is missing.
+        Empty if all are built. A library without a compiler is left out: `build` reports that.
     """
     from megatron_sparse.cuda_ext import sources, toolchain
     from megatron_sparse.errors import DependencyError
@@ -103,14 +97,14 @@ def compiles_first(*parts: str) -> str:
 
 
 def _build_if_needed(name: str) -> None:
-    """Builds a library that is missing or outdated; rank 0 logs first that this takes minutes."""
+    """Builds a library if it is missing or outdated; rank 0 first logs that this takes minutes."""
     from megatron_sparse.cuda_ext import build, sources
 
     if not sources.is_current(name):
-        waits = compiles_first(name)
-        if waits and os.environ.get("RANK", "0") == "0":
-            logger.warning("%s", waits)
-        build.build("on" if name == "cuda" else "off", parts=(name,))
+        notice = compiles_first(name)
+        if notice and os.environ.get("RANK", "0") == "0":  # once, not once for each rank
+            logger.warning("%s", notice)
+        build.build("on", parts=(name,))
 
 
 def _load_library(name: Literal["cpu", "cuda"]) -> None:

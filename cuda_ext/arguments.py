@@ -1,4 +1,8 @@
-"""How the typed ops call the native ones: argument checks, and refusals as `ExtensionError`."""
+"""How the typed Python ops check their arguments and call the native torch ops.
+
+A refusal is an op's error about its arguments: in C++ a `RuntimeError` whose first line is
+"what | expected | got", in Python an `ExtensionError`, which names `op` and the argument `name`.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,10 @@ _isa = ""  # the chosen instruction set; the best one without a name
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Calls an op; its refusal, "what | expected | got" in C++, becomes an `ExtensionError`.
+    """Calls the native op `name`; its refusal becomes an `ExtensionError`.
 
-    Where the first argument, or the first of its list, is a CUDA tensor the CUDA part is loaded
-    first.
+    The op runs on the device of its first argument, a tensor or a list of tensors: for CUDA, the
+    CUDA library is loaded first.
     """
     first = arguments[0] if arguments else None
     if isinstance(first, list):
@@ -35,9 +39,9 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that refuses as compiled ops do; its refusal becomes an `ExtensionError`.
+    """Calls `op(*arguments)` and turns its refusal into an `ExtensionError`.
 
-    A refusal is a `RuntimeError` whose first line is "what | expected | got"; others pass.
+    A `RuntimeError` that is no refusal is raised unchanged.
     """
     try:
         return op(*arguments)
@@ -49,7 +53,7 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def overload(name: str) -> Callable[..., Any]:
-    """The op itself, with the instruction set that MEGATRON_SPARSE_ISA names by now."""
+    """The native op `name`, after selecting the instruction set that MEGATRON_SPARSE_ISA names."""
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:
@@ -60,7 +64,7 @@ def overload(name: str) -> Callable[..., Any]:
 
 @cache
 def _loaded(name: str) -> Callable[..., Any]:
-    """An op. This skips torch's look-up, which costs as much as calling a small op."""
+    """The native op `name`, cached: torch's look-up costs as much as calling a small op."""
     load()
     return getattr(torch.ops.megatron_sparse, name).default
 
@@ -78,7 +82,7 @@ def check_flat(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses anything but a contiguous 1-D tensor of these dtypes, this length and device."""
+    """Refuses a tensor that is not 1-D, contiguous, of one of `dtypes`, this length and device."""
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype) for dtype in dtypes)
         raise refusal(op, f"{name} has the wrong dtype", names, tensor.dtype)
@@ -99,22 +103,18 @@ def check_device(op: str, name: str, tensor: torch.Tensor) -> str:
 
 
 def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
-    """Refuses anything but ascending int64 offsets from 0 to `numel` on the CPU."""
+    """Refuses a table that is not int64 offsets, ascending from 0 to `numel`, on the CPU."""
     check_flat(op, name, offsets, (torch.int64,), device=CPU)
-    # numpy reads so few numbers in a tenth of torch's time, and this check runs in every step.
+    # This runs in every step; for so few numbers numpy takes a tenth of torch's time.
     table = offsets.numpy()
     has_ends = table.size > 0 and table[0] == 0 and table[-1] == numel
     if not has_ends or (table[1:] < table[:-1]).any():
-        raise refusal(
-            op,
-            f"{name} does not cut the bucket",
-            f"ascending offsets from 0 to {numel}",
-            offsets.tolist()[:8],
-        )
+        expected = f"ascending offsets from 0 to {numel}"
+        raise refusal(op, f"{name} does not cut the bucket", expected, offsets.tolist()[:8])
 
 
 def check_limits(op: str, pruning: Pruning, device: torch.device) -> None:
-    """Refuses anything but a threshold, and if ties are kept a chance, for each range."""
+    """Refuses `pruning` without an fp32 threshold (and, if any, tie chance) for each range."""
     fp32, ranges = (torch.float32,), pruning.range_offsets.numel() - 1
     check_flat(op, "thresholds", pruning.thresholds_R, fp32, ranges, device)
     if pruning.tie_chances_R is not None:

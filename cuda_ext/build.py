@@ -8,8 +8,9 @@ library is missing or older than its sources. Both libraries use torch's stable 
 Python symbols. They load in torch 2.11 and later, whatever version built them. Kernels include no
 torch headers, so nvcc never compiles those.
 
-A library is rebuilt when its sources or its flags changed; a stamp beside it records them. Only the
-standard library is needed to import this module.
+A library is rebuilt when its sources or its flags changed; its stamp, a file beside it, records
+their hash. In strict mode (MEGATRON_SPARSE_STRICT) a library that cannot be built, and a CUDA
+kernel that spills registers to memory, are errors. Importing this needs the standard library only.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def build(
 def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     """Compiles and links the CPU library unless it is current; `extra` flags go to every command.
 
-    `CPU_KERNELS` are compiled once for each instruction set, and all other sources once.
+    `CPU_KERNELS` is compiled once for each instruction set; the other sources, which bind the
+    kernels to torch, are compiled once.
     """
     target = sources.library_path("cpu", out)
     if sources.is_current("cpu", out):
@@ -129,8 +131,11 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     cxx = find_cxx()
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        host = [cxx, *sources.HOST, *extra, *(["-DMS_X86"] if sources.IS_X86 else [])]
-        binding_command = [*host, sources.TARGET, INCLUDE, "-isystem", torch_root / "include"]
+        compiler = [cxx, *sources.CXX_FLAGS, *extra]
+        if sources.IS_X86:
+            compiler.append("-DMS_X86")
+        torch_include = ["-isystem", torch_root / "include"]  # for the bindings only
+        binding_command = [*compiler, sources.TORCH_TARGET, INCLUDE, *torch_include]
         # A job: a command, and the object file that it makes.
         jobs = [
             ([*binding_command, "-c", source], Path(folder) / f"{source.name}.o")
@@ -139,8 +144,8 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
         kernel_source = [INCLUDE, "-c", sources.CPU_KERNELS]
         for isa, (width, flags) in sources.ISAS.items():
             if flags and not sources.IS_X86:
-                continue  # this machine lacks it
-            command = [*host, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}"]
+                continue  # a set that needs flags is one of x86
+            command = [*compiler, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}"]
             jobs.append(([*command, *kernel_source], Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
         linked = Path(folder) / target.name
@@ -155,7 +160,7 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
 def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     """Compiles and links the CUDA library unless it is current or left out; see `build`.
 
-    nvcc compiles the kernels, the C++ compiler their bindings. If strict, a spill is an error.
+    nvcc compiles the kernels, the C++ compiler the code that binds them to torch.
     """
     target = sources.library_path("cuda", out)
     if choice == "off":
@@ -180,16 +185,15 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         kernels = _kernel_jobs(toolkit, cxx, Path(folder))
-        host: list[object] = [cxx, *sources.HOST, sources.TARGET, "-DUSE_CUDA", INCLUDE]
-        for home in (torch_root, toolkit.home):
-            host += ["-isystem", home / "include"]
-        bindings = [
-            ([*host, "-c", sources.SOURCES / f"{unit}_cuda.cpp"], Path(folder) / f"{unit}_cuda.o")
-            for unit in sources.CUDA_BINDINGS
-        ]
+        compiler = [cxx, *sources.CXX_FLAGS, sources.TORCH_TARGET, "-DUSE_CUDA", INCLUDE]
+        compiler += ["-isystem", torch_root / "include", "-isystem", toolkit.home / "include"]
+        bindings = []
+        for unit in sources.CUDA_BINDINGS:
+            source = sources.SOURCES / f"{unit}_cuda.cpp"
+            bindings.append(([*compiler, "-c", source], Path(folder) / f"{unit}_cuda.o"))
         reports = compile_all([*kernels, *bindings], verbose)
-        if is_strict():  # another compiler's spills make a kernel slower, not wrong
-            for report in reports[: len(kernels)]:  # nvcc's; the bindings have no kernels
+        if is_strict():  # else a spill, which makes a kernel slower but not wrong, is accepted
+            for report in reports[: len(kernels)]:  # those of nvcc; the C++ compiler reports none
                 ptxas.refuse_spills(ptxas.read_report(report))
         linked = Path(folder) / target.name
         objects = [path for _, path in kernels + bindings]
@@ -203,7 +207,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
 
 
 def compile_report() -> dict[str, list[ptxas.Compiled]]:
-    """Compiles all CUDA kernels, keeps nothing, and returns ptxas's report for each source.
+    """Compiles the CUDA kernels, and keeps only ptxas's report on those of each `.cu` file.
 
     Raises:
         DependencyError: nvcc or the C++ compiler is missing.
@@ -219,8 +223,8 @@ def compile_report() -> dict[str, list[ptxas.Compiled]]:
 
 
 def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[list[object], Path]]:
-    """For each .cu, nvcc's command (without its output) and the object file to make."""
-    nvcc = [toolkit.nvcc, "-ccbin", cxx, *sources.NVCC]
+    """Jobs for `compile_all`: of each .cu file nvcc's command and the object file to make."""
+    nvcc = [toolkit.nvcc, "-ccbin", cxx, *sources.NVCC_FLAGS]
     nvcc += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off", INCLUDE]
     return [
         ([*nvcc, "-c", sources.SOURCES / f"{unit}.cu"], folder / f"{unit}.o")
@@ -230,7 +234,7 @@ def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[lis
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the folder's lock; the lock belongs to the process, and ends with it."""
+    """Lets one process at a time build in `out`, by a file lock that ends with the process."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / LOCK, "w")  # noqa: SIM115 - closed below, after the lock is released
@@ -242,7 +246,7 @@ def locked(out: Path) -> Iterator[None]:
             remedy="run python -m megatron_sparse.cuda_ext.build once as the folder's owner",
         ) from error
     with lock:
-        # On a file system without locks each process builds: `install` puts whole files in place.
+        # Without file locks several processes build at once: safe, as `install` renames its files.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -252,14 +256,14 @@ def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> lis
     """Runs the compilers, as many at a time as there are cores and memory for.
 
     Args:
-        jobs: a compiler's command and the object file that it makes, of each.
+        jobs: of each the compiler's command, without `-o`, and the object file to make.
         verbose: print every command.
 
     Returns:
         What each compiler printed, in the order of the jobs.
 
     Raises:
-        ExtensionError: a compiler failed; those not begun yet are left out.
+        ExtensionError: a compiler failed; jobs that have not begun are cancelled.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = max(min(len(os.sched_getaffinity(0)), memory_bytes // BYTES_OF_A_COMPILER), 1)
@@ -296,19 +300,21 @@ def run(command: Sequence[object], verbose: bool) -> str:
 
 
 def install(linked: Path, target: Path, stamp: dict[str, str]) -> None:
-    """Puts library and stamp in place, each in one step: other processes may be loading them.
+    """Installs the linked library as `target` and its stamp beside it, each by an atomic rename.
+
+    Other processes, which may be loading the library, thus never see half a file.
 
     Raises:
-        ExtensionError: their folder has no room.
+        ExtensionError: the files cannot be written, for example for lack of room.
     """
-    # Written beside the target, under this process's own names, and then renamed.
-    own = f"{socket.gethostname()}.{os.getpid()}.new"
-    new_library = target.with_name(f".{target.name}.{own}")
-    new_stamp = target.with_name(f".{target.name}.stamp.{own}")
+    # Written to the target's folder first, under names that no other process uses.
+    suffix = f"{socket.gethostname()}.{os.getpid()}.new"
+    new_library = target.with_name(f".{target.name}.{suffix}")
+    new_stamp = target.with_name(f".{target.name}.stamp.{suffix}")
     try:
         shutil.copy(linked, new_library)
         new_stamp.write_text(json.dumps(stamp))
-        os.replace(new_library, target)
+        os.replace(new_library, target)  # before its stamp, without which it counts as outdated
         os.replace(new_stamp, target.with_name(f"{target.name}.stamp"))
     except OSError as error:
         new_library.unlink(missing_ok=True)
@@ -345,13 +351,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_for_install(out: Path) -> list[Part]:
-    """For `setup.py`: builds the libraries; leaves out one that cannot be built, unless strict.
+    """Builds the libraries for `setup.py`; leaves out one that cannot be built.
 
-    The package stays usable, because the first use builds a missing part.
+    The package is usable all the same, because a missing library is built on first use.
 
     Raises:
         ConfigError: MEGATRON_SPARSE_CUDA is none of auto, on, off.
-        MegatronSparseError: a part cannot be built and MEGATRON_SPARSE_STRICT is set.
+        MegatronSparseError: a library cannot be built in strict mode, or CUDA's with `on`.
     """
     cuda = os.environ.get("MEGATRON_SPARSE_CUDA", "auto")
     if cuda not in ("auto", "on", "off"):

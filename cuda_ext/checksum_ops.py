@@ -1,7 +1,7 @@
-"""The ops of sealed records: their headers' checksums cover the payloads too.
+"""The ops that seal records: the checksum in a record's header then covers its payload too.
 
-A sum over the payload is added to the header's checksum, modulo 2^32 (docs/wire-format.md). On CUDA
-nothing waits for the device, and messages are aligned to 16 bytes.
+A record is a header and a payload. To seal it, a sum over the payload is added to the header's
+checksum, modulo 2^32 (docs/wire-format.md). CUDA messages are aligned to 16 bytes; no call waits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from megatron_sparse.cuda_ext.arguments import call
 
 
 def seal_(message: torch.Tensor, records: int, slots: torch.Tensor | None = None) -> None:
-    """Adds the sum of each record's payload to the checksum of its header.
+    """Seals each record: adds the sum of its payload to the checksum in its header.
 
     Args:
-        message: uint8; begins with so many records. Mutated.
-        records: their number.
-        slots: int64 on the message's device, where records begin, as in `Segments`; None for back
-            to back.
+        message: uint8, at whose begin the records are. Mutated.
+        records: how many there are.
+        slots: int64 on the message's device: the bytes where records begin and the last one's slot
+            ends (`Segments`). None: the records are back to back.
     """
-    call("add_payload_sums_", message, records, None, slots)
+    call("add_payload_sums_", message, records, None, slots)  # None: add to the headers
 
 
 def payload_sums(
     messages: Sequence[torch.Tensor], records: int, slots: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sums of the payloads of each message's records; of a record of impossible size 0.
+    """The payload sum of every record of some messages; 0 for a record of impossible size.
 
     Args:
         messages: uint8, at least one, not trusted; only read.
@@ -36,13 +36,13 @@ def payload_sums(
         slots: as of `seal_`.
 
     Returns:
-        int64 on the messages' device, below 2^32, for one message after another.
+        int64 [messages * records] on the messages' device, below 2^32, message after message.
 
     Example:
         >>> payload_sums([torch.zeros(48, dtype=torch.uint8)], 1)
         tensor([0])
     """
     sums = torch.zeros(len(messages) * records, dtype=torch.int64, device=messages[0].device)
-    for message, own_sums in zip(messages, sums.view(len(messages), records), strict=True):
-        call("add_payload_sums_", message, records, own_sums, slots)
+    for message, message_sums in zip(messages, sums.view(len(messages), records), strict=True):
+        call("add_payload_sums_", message, records, message_sums, slots)
     return sums

@@ -1,8 +1,9 @@
-"""The checks of the codec's ops, and the sizes that follow from a plan alone.
+"""Checks of the encode and decode ops' arguments, and the largest size of a message.
 
-The compiled encoders rely on `check_encode` on either device. Slots, capacity and room are checked
-by the CPU's ops themselves. For a CUDA call, this module checks them: kernels rely on them, and a
-refusal must come before any launch.
+`check_encode` runs before every encode. Slots (each record's fixed place in the message), capacity
+(the most non-zero elements of each segment) and the buffer's size are checked by the CPU ops
+themselves. For CUDA this module checks them before the launch, because kernels rely on them.
+A kept segment (`Segments.dense`) is one whose record is always dense.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _PAPER_ORDER = 16  # beside the format code, for the native op
 
 
 def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
-    """The most bytes that a message of these segments takes, in any format for this dtype code.
+    """The most bytes that a message of these segments takes, whatever its format.
 
-    A raw record never exceeds a dense one: headers, values, padding. Where values are quantised the
-    format is Rice, with whatever chunks, and kept segments are in bf16.
+    A record of fp32, bf16 or fp16 is at most a dense one: 48 bytes of header, and its values padded
+    to 16 bytes. Quantised values are in Rice records (any chunk size) or, if kept, in dense bf16.
 
     Example:
         >>> message_capacity(torch.tensor([0, 5, 8]), 0)  # 48 + 32 and 48 + 16
@@ -47,19 +48,20 @@ def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
 
 @lru_cache(TABLES)
 def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
-    """`message_capacity`, with the content of the offsets' table as argument."""
+    """Computes `message_capacity`; takes the offsets as bytes, by which a cache can look up."""
     numel_S = np.diff(np.frombuffer(segment_offsets, np.int64))
     if value_dtype not in wire.RICE_BITS:
         padded = (numel_S * wire.VALUE_BYTES[value_dtype] + 15) // 16 * 16
         return int(padded.sum()) + wire.HEADER_BYTES * padded.size
     total = 0
     for numel in numel_S.tolist():
-        # The smallest chunks have the most rows; the largest ones the most bits for a position.
+        # Small chunks take more rows of the table, large ones more bits for an index. Without
+        # indices there is neither, and one chunk size stands for all.
         sizes = [
             wire.rice_payload_bytes(numel, numel, value_dtype, span) for span in wire.RICE_SPANS
         ]
         sizes += [wire.rice_whole_payload_bytes(numel, value_dtype, wire.RICE_SPANS[0])]
-        sizes += [wire.pad16(numel * wire.VALUE_BYTES[_BF16])]  # of a kept segment
+        sizes += [wire.pad16(numel * wire.VALUE_BYTES[_BF16])]  # if the segment is kept
         total += wire.HEADER_BYTES + max(sizes)
     return total
 
@@ -72,16 +74,17 @@ def record_kind(spec: RecordSpec) -> int:
 
 
 def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec) -> None:
-    """Refuses segments that do not cut the gradient, and unknown formats and value dtypes.
+    """Refuses segments that do not cover the gradient, and unknown formats or value dtypes.
 
-    The compiled ops cannot: on CUDA they do not read the tables, and their formats are kinds.
+    The native ops cannot: CUDA's do not read the tables before the launch, and none gets the
+    format code, only a kind of record for each segment (`record_kind`).
     """
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     if spec.record_format == wire.FORMAT_RICE:
         check_message_dtype(op, spec.value_dtype)
-        # To the native ops a size of 0 says that the format is another one.
+        # The native ops take a log2_span (and a block_size) of 0 to mean another format.
         if spec.log2_span == 0:
             raise refusal(op, "log2_span is out of range", "12 to 24", 0)
         return
@@ -97,30 +100,30 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
 def check_slots[T: (torch.Tensor, None)](
     op: str, slots_S: torch.Tensor | None, segments: int, out: T
 ) -> T:
-    """Checks the slots, on which kernels rely, as the CPU's bindings do.
+    """Checks the slots of records, as the CPU ops do; CUDA kernels rely on them.
 
     Args:
         op: names the call in errors.
-        slots_S: where records begin and the last one's place ends; None for back to back.
+        slots_S: bytes at which records begin and the last one's slot ends; None: back to back.
         segments: how many segments there are.
         out: the message's buffer, or None to check the slots alone.
 
     Returns:
-        The part of `out` that the slots take; all of it without slots.
+        `out` cut to the bytes that the slots take; without slots, all of `out`.
     """
     if slots_S is None:
         return out
     check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
-    places = slots_S.numpy()
-    if (places[1:] < places[:-1]).any():
+    begins = slots_S.numpy()
+    if (begins[1:] < begins[:-1]).any():
         raise refusal(op, "slots is not ascending", "ascending bytes", slots_S.tolist()[:8])
-    if places[0] != 0 or (places % wire.RECORD_ALIGNMENT).any():
+    if begins[0] != 0 or (begins % wire.RECORD_ALIGNMENT).any():
         raise refusal(
             op, "slots are no places of records", "multiples of 16, from 0 on", slots_S.tolist()[:8]
         )
     if out is None:
         return out
-    nbytes = int(places[-1])
+    nbytes = int(begins[-1])
     _check_room(op, nbytes, out)
     return out[:nbytes]
 
@@ -137,9 +140,9 @@ def check_capacity(
     out: torch.Tensor,
     capacity_S: torch.Tensor | None,
 ) -> None:
-    """Refuses a buffer or slots without room for the largest records that the call may write.
+    """Refuses a buffer or slots without room for the largest records that an encoder may write.
 
-    A CUDA encoder changes the residual before it knows the sizes: later would be too late.
+    Called before a CUDA encoder, which changes the residual before it knows the records' sizes.
 
     Args:
         op: names the call in errors.
@@ -155,7 +158,7 @@ def check_capacity(
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS
-    most_S = segments.offsets.diff()
+    most_S = segments.offsets.diff()  # non-zero elements
     if capacity_S is not None:
         check_flat(op, "capacity", capacity_S, (torch.int64,), segments.dense.numel(), CPU)
         if (capacity_S.numpy() < 0).any():
@@ -166,23 +169,23 @@ def check_capacity(
             what = "capacity is below what a message without indices sends"
             raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
-    # A record in blocks is dense where blocks are not smaller: its largest size is that of dense.
+    # Where blocks would not be smaller the record is dense, so the dense one is the largest.
     largest_spec = replace(spec, record_format=wire.FORMAT_DENSE) if is_blocks else spec
     needed_slots = Slots.of(segments.offsets, segments.dense, most_S, largest_spec)
     if slots_S is None:
         _check_room(op, int(needed_slots.offsets[-1]), out)
         return
-    room_S = slots_S.diff().tolist()
-    for segment, (needed, there) in enumerate(zip(needed_slots.sizes, room_S, strict=False)):
-        if needed > there:
+    slot_bytes_S = slots_S.diff().tolist()
+    for segment, (needed, given) in enumerate(zip(needed_slots.sizes, slot_bytes_S, strict=True)):
+        if needed > given:
             what = f"the slot of segment {segment} is too small"
-            raise refusal(op, what, f"{needed} bytes", there)
+            raise refusal(op, what, f"{needed} bytes", given)
 
 
 def compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:
-    """Refuses given counts that are not what the CUDA encoder has found, after it has run.
+    """Refuses the caller's counts of non-zero elements if the CUDA encoder has counted others.
 
-    The error has the words of the CPU encoder's.
+    The error's text is that of the CPU encoder.
     """
     for segment, (found, given) in enumerate(zip(found_S.tolist(), given_S.tolist(), strict=True)):
         if found != given:

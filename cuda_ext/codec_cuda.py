@@ -1,10 +1,11 @@
-"""How the codec's ops are called on CUDA tensors: tables, launches, and reports.
+"""What encode and decode ops need on CUDA: device copies of tables, and reading error reports.
 
-Kernels are launched on the current stream. The host must know a record's length before it can send
-it, and whether a peer's record was right before the optimizer uses it. So each call ends with one
-copy of a few words to the host, and waits for it: an encoder's report (status, sizes and counts of
-its segments), or a decoder's status. Where sizes are fixed, `reports` reads all of them together.
-Tables of offsets lie on the host, where the plan made them; their copies on the device are cached.
+Kernels run on the current stream. A status is a few int64 words that a kernel leaves on the device,
+the first one an error code (0: none). A decoder reports its status; an encoder's report is its
+status, then the size and the count of each segment. The CPU needs a record's length to send it, and
+must find a bad record before the optimizer uses the sum. So each call copies its report to the CPU
+and waits; where sizes are fixed (`slots`), `reports` copies the reports of many calls at once.
+Tables (of offsets, for example) are CPU tensors; `on_device` caches their copies on the device.
 """
 
 from __future__ import annotations
@@ -24,52 +25,48 @@ _OUTSIDE = 2  # decode_launch.h
 
 
 def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
-    """Raises the error that an encoder's report, on the CPU, holds, if any.
+    """Raises the error in an encoder's report, if any; `words` is the report, on the CPU.
 
-    It begins with a code, the segment, and for lack of room the bytes needed and those there.
+    Its status: error code, segment and, for lack of room, the bytes needed and those available.
     """
-    code, segment, needed, there = words[:STATUS_WORDS].tolist()
+    code, segment, needed, available = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
-        raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
+        raise refusal(op, "the output buffer is too small", f"{needed} bytes", available)
     if code == _SEGMENTS:
         numel = int(segment_offsets[segment + 1] - segment_offsets[segment])
         raise refusal(op, f"segment {segment} is too long", "at most 2^31 - 1 elements", numel)
     if code == _SLOT:
         what = f"the slot of segment {segment} is too small"
-        raise refusal(op, what, f"{needed} bytes", there)
-    assert code == 0, f"{op}: the wrapper has ruled out status {code}"
+        raise refusal(op, what, f"{needed} bytes", available)
+    assert code == 0, f"{op}: the wrapper's checks have ruled out status {code}"
 
 
 def check_status(
     status: torch.Tensor, segment_offsets: torch.Tensor, base: int, acc_numel: int
 ) -> None:
-    """Raises the error of the arguments that a decoder's status, on the CPU, holds, if any.
+    """Raises the error about the caller's arguments in a decoder's status, if any.
 
-    An error of the message is left to `decode_ops.refuse_message`.
+    Errors of the message itself are left to `decode_ops.refuse_message`.
 
     Args:
-        status: its first word is a code.
-        segment_offsets: elements of the bucket, where segments begin and the last one ends.
-        base: the bucket's element that the accumulator begins with.
-        acc_numel: elements of the accumulator.
+        status: on the CPU; its first word is the error code.
+        segment_offsets: elements of the bucket at which segments begin and the last one ends.
+        base: the bucket's element that is element 0 of the accumulator.
+        acc_numel: the accumulator's length.
 
     Raises:
         ExtensionError: the segments do not lie in the accumulator, which is untouched.
     """
     if int(status[0]) == _OUTSIDE:
-        raise refusal(
-            "decode_add_",
-            "the segments do not lie in acc",
-            f"ascending offsets from {base} to {base + acc_numel}",
-            segment_offsets.tolist()[:8],
-        )
+        expected, got = f"ascending offsets from {base} to {base + acc_numel}", segment_offsets[:8]
+        raise refusal("decode_add_", "the segments do not lie in acc", expected, got.tolist())
 
 
 def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
-    """A cached copy of a small host table, or None for None. Do not write to it.
+    """A cached device copy of a small CPU table; for a CPU device the table itself. None for None.
 
-    For the CPU it is the table itself. Never waits. A copy belongs to the stream that made it, so
-    memory that the cache releases is free when that stream gets there.
+    Do not write to it. Never waits. Each stream has copies of its own: the allocator reuses the
+    memory of one that the cache drops in the order of the stream that made it.
     """
     if table is None or device.type == "cpu":
         return table
@@ -80,8 +77,8 @@ def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
 def _device_copy(
     data: bytes, dtype: torch.dtype, device: torch.device, stream: int
 ) -> torch.Tensor:
-    """A table's copy on the device, cached by its content; `stream` is part of the key only."""
-    if not data:
+    """Copies a table's bytes to the device; `stream` is only a part of the cache's key."""
+    if not data:  # `frombuffer` refuses an empty buffer
         return torch.empty(0, dtype=dtype, device=device)
     return to_device(torch.frombuffer(bytearray(data), dtype=dtype), device)
 
@@ -91,7 +88,7 @@ def _stream(device: torch.device) -> int:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor's copy on the device; a tensor already there is returned as is. Never waits.
+    """A CPU tensor's copy on the device; a tensor already there is returned as is. Never waits.
 
     Copies through pinned memory: from other memory CUDA may wait for all work in the stream.
     """

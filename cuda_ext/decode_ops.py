@@ -1,4 +1,8 @@
-"""The ops that add up messages, typed and checked. `ops` exports them and defines the suffixes."""
+"""The ops that decode peers' messages and add them to an accumulator `acc_M`, typed and checked.
+
+`ops`, which exports them, defines the shape suffixes, and `Expected` what a message must state. The
+accumulator holds a part of the bucket, from the bucket's element `base` on.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,14 @@ def decode_add_(
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated.
-        message: uint8 on the same device, exactly the records of these segments; on CUDA aligned
-            to 16 bytes: if the first record of a message is aligned, all are.
-        expected: the facts that the records must state.
-        base: the bucket's element that `acc_M` begins with.
+        message: uint8 on the same device, the records of `expected.segment_offsets` and nothing
+            else; on CUDA aligned to 16 bytes, as all its records then are.
+        expected: the header values that the records must have.
+        base: as above, for `acc_M`.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content. The first message
             of a sum then needs no separate pass that clears `acc_M`.
-        reports: receives the call's status, and the call does not wait. Reading the reports raises
-            the message's error.
+        reports: takes the call's status, so that the call need not wait for the device; its `read`
+            raises the message's error.
 
     Raises:
         WireFormatError: names the rank and the field of the message that is wrong.
@@ -64,13 +68,12 @@ def decode_sum_(
     fresh: bool = True,
     reports: Reports | None = None,
 ) -> None:
-    """Adds several ranks' messages in one pass: the bits of one `decode_add_` after another.
+    """Adds several ranks' messages in one pass, with the bits of `decode_add_` of each in turn.
 
-    On the CPU every element of the sum is written once, and this needs no more memory traffic than
-    one message does: part by part, all messages are added while the part is in a cache. They are
-    checked before the first addition. On CUDA these are two kernels for each 16 messages, which
-    write every element, and every header, index, prefix sum and bit is checked before it is used,
-    but after the first elements have been written.
+    On the CPU all messages are checked before the first addition. Then each element is written
+    once: a piece of `acc_M` stays in the cache while all messages are added to it. On CUDA two
+    kernels for each 16 messages write every element. They check every header, index, prefix sum and
+    bit before they use it, but after the first elements have been written.
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:
@@ -78,12 +81,12 @@ def decode_sum_(
             undefined on CUDA, and on the CPU it is the sum of the other messages. Elements outside
             the segments are kept.
         messages: at least one uint8 message on the same device, each of them as `decode_add_`'s.
-        expected: the facts that the records of every message must state; its rank is not read.
+        expected: the header values that all records must have; its rank is not read.
         base: the bucket's element that `acc_M` begins with.
         ranks: the sender of each message, for errors.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content; always on CUDA.
-        reports: receives the call's statuses, and the call does not wait. Reading the reports
-            raises the error of the first bad message.
+        reports: takes the call's statuses, so that the call need not wait; its `read` raises the
+            error of the first bad message.
 
     Raises:
         WireFormatError: names the rank and the field of the first message that is wrong.
@@ -112,13 +115,13 @@ def _decode_(
     fresh: bool,
     is_sum: bool,
 ) -> torch.Tensor:
-    """Calls the native op, with its tables on the accumulator's device; returns the statuses.
+    """Calls the native op; returns its statuses, one after the other for each message.
 
-    The op checks the arguments, but on CUDA not what the slots hold.
+    They are on the accumulator's device, to which the tables are copied. The op checks the rest.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1
-    if acc_M.is_cuda:
+    if acc_M.is_cuda:  # the CUDA op does not read the slots' content before the launch
         check_slots("decode_sum_" if is_sum else "decode_add_", slots, records, None)
     slots = codec_cuda.on_device(slots, device)
     sums = payload_sums(messages, records, slots) if expected.checksum else None
@@ -148,9 +151,9 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
     """Raises the error that the decoder's status reports for a message, if any.
 
     Args:
-        status: on the CPU: 0 for no error, the segment, the number of the wrong field, its value.
-        wanted: what the message should have said.
-        has_slots: whether its records lie in slots.
+        status: on the CPU: error code (0: none), segment, number of the wrong field, its value.
+        wanted: the header values that the message should have.
+        has_slots: whether its records lie in slots (`Segments`).
 
     Raises:
         WireFormatError: names the rank and the field.
@@ -158,13 +161,13 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
     code, segment, field, value = status.tolist()
     if code == 0:
         return
-    # Bytes behind the last record are an error of "segment" S, one more than there are: the 0 is
-    # its end, so that the look-up below does not fail.
+    # For bytes after the last record the status names segment S, which does not exist. The 0
+    # appended here is its end, so that the look-up of its length does not fail.
     offsets = [*wanted.segment_offsets.tolist(), 0]
     first, numel = offsets[segment], offsets[segment + 1] - offsets[segment]
     size = "records that fit their slots" if has_slots else "as many bytes as its records announce"
     sealed = " and the payload's sum" if wanted.checksum else ""
-    # In the order of the codes of fields: `csrc/record_check.h`.
+    # The place of a field in this dict is its number in the status (`csrc/record_check.h`).
     fields: dict[str, object] = {
         "size": size,
         "magic": "MSPG",

@@ -1,4 +1,4 @@
-"""Whether the compiled kernels run on a GPU."""
+"""Checks whether the CUDA kernels of this package run on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_sparse.errors import ExtensionError
 
 @cache
 def check_kernels(device: torch.device) -> None:
-    """Refuses a CUDA device that the compiled kernels do not serve.
+    """Raises an error if the CUDA kernels cannot run on a device.
 
     The first call for a device loads the extension's CUDA part, which may build it.
 
@@ -26,12 +26,12 @@ def check_kernels(device: torch.device) -> None:
 
 
 def check_architecture(device: torch.device) -> None:
-    """Refuses a GPU that the kernels are not compiled for; loads and builds nothing.
+    """Raises an error for a GPU that the kernels are not compiled for; loads and builds nothing.
 
     Machine code runs on GPUs of the same major version and the same or a higher minor one.
 
     Raises:
-        ExtensionError: they are not.
+        ExtensionError: the kernels were not compiled for this GPU.
     """
     major, minor = torch.cuda.get_device_capability(device)
     same_major = [arch for arch in CUDA_ARCHS if arch // 10 == major]  # 90 is version 9.0

@@ -1,12 +1,13 @@
-"""The ops of ZEN's hashing and of its hash bitmap, typed: what `formats` calls.
+"""Typed ops for ZEN, a sparse all-reduce that hashes a segment's elements into n partitions.
 
-Shape suffixes: K entries, P positions of a partition, M elements of a segment (below 2^31). All
-tensors of a call are 1-D, contiguous and on one device, and so are its results. Results are the
-same on every device and depend neither on the size of torch's thread pool nor on a GPU's
-scheduling. A seed is any int64. The compiled checks refuse arguments that do not fit together, so
-every wrapper raises `ExtensionError` with the expected and the actual value. On CUDA every call
-except `split` waits once for the device: to read whether any value was out of range or, in
-`bitmap_pack`, how many values are not zero.
+A keyed permutation moves the elements; equal blocks of the permuted positions are the partitions,
+each summed up by one rank. An entry is a non-zero element: its index and value. A hash bitmap has a
+bit for each position of a partition. Shape suffixes: K entries, P positions of a partition, M
+elements of a segment (below 2^31). All tensors of a call are 1-D, contiguous and on one device, and
+so are its results. These are the same on every device and do not depend on the threads. A seed is
+any int64. Every wrapper raises `ExtensionError` for arguments that do not fit together. On CUDA
+every call except `split` waits once for the device: to read whether any value was out of range or,
+in `bitmap_pack`, how many values are not zero.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _PERMUTE, _UNPERMUTE, _PARTITION = range(3)  # `HashMap` of csrc/hash_launch.h
 
 @dataclass(frozen=True, slots=True)
 class HashMemory:
-    """The hash memory of Algorithm 1.
+    """Sizes of ZEN's hash memory (Algorithm 1), in which each partition collects its entries.
 
     Attributes:
-        parallel_slots: r1 of each partition, 1 and more.
-        serial_slots: r2 of each partition; it grows to hold the entries that overflow it.
-        rehashes: k, 1 to 64.
+        parallel_slots: r1, at least 1: slots of a partition that the hashes h_1 to h_k choose from.
+        serial_slots: r2: slots of a partition for entries that find all k taken; grows if needed.
+        rehashes: k, how many hashes an entry tries, 1 to 64.
         seed: of h_1 to h_k; may differ between ranks.
     """
 
@@ -44,10 +45,10 @@ class BitmapPlace(NamedTuple):
     """Which elements the bits of a hash bitmap stand for.
 
     Attributes:
-        partition: whose bitmap it is.
+        partition: the partition whose positions the bits are.
         partitions: how many there are.
         seed: of the permutation.
-        permuted: False: the positions are the elements, of the only partition.
+        permuted: False if bit i is element i: there is one partition, and no permutation.
     """
 
     partition: int
@@ -62,7 +63,7 @@ def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     Args:
         elements_K: int64, in [0, numel).
         numel: below 2^31.
-        seed: names the permutation; the same on all ranks.
+        seed: of the permutation; the same on all ranks.
 
     Returns:
         int64, in [0, numel). `unpermute` undoes it.
@@ -76,7 +77,7 @@ def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
 
 
 def partition_of(elements_K: torch.Tensor, numel: int, partitions: int, seed: int) -> torch.Tensor:
-    """The partition of each element: equal blocks of the permutation.
+    """The number of the partition to which each element belongs.
 
     Args:
         elements_K: int64, in [0, numel).
@@ -98,7 +99,7 @@ def hierarchical_hash(
     partitions: int,
     memory: HashMemory,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Algorithm 1: sorts entries into partitions through a hash memory; nothing is lost.
+    """ZEN's Algorithm 1: groups entries by partition through a hash memory; loses none.
 
     Time O(K rehashes + partitions (r1 + r2) + K log K), memory 4 partitions (r1 + r2) + 8 K bytes.
 
@@ -111,19 +112,19 @@ def hierarchical_hash(
         memory: r1, r2 and k, and the seed of the hashes.
 
     Returns:
-        The indices and values, partition by partition, each in ascending order of the index (then
-        of the entry); int64 offsets of the partitions, n + 1 of them; and int64 counts of entries
-        that went through the serial memory, and of those beyond it. The counts alone may vary from
-        run to run: they depend on which thread was first.
+        Indices and values, partition by partition, each in ascending order of the index (then of
+        the entry's number); n + 1 int64 offsets of the partitions in them; and two int64 counts:
+        entries that took a serial slot, and those that took one beyond r2. Only the counts may vary
+        from run to run: they depend on which thread was first.
     """
     slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
-    # The native memory cannot check values: only the entries' numbers go through it.
+    # The native op gets the numbers of entries, not their values: these are checked here.
     entries, device = indices_K.numel(), indices_K.device
     check_flat("hierarchical_hash", "values", values_K, GRAD_DTYPES, entries, device)
     entry_K, offsets, counts = call(
         "hash_memory", indices_K, partition_K, numel, partitions, *slots
     )
-    if indices_K.is_cuda:  # on the CPU they come in this order
+    if indices_K.is_cuda:  # the CPU op returns them sorted by index
         entry_K = _by_index(entry_K, indices_K, offsets)
     return indices_K[entry_K], values_K[entry_K], offsets, counts
 
@@ -131,41 +132,43 @@ def hierarchical_hash(
 def _by_index(
     entry_K: torch.Tensor, indices_K: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Entries of each partition in ascending order of the index, then of the entry.
+    """Sorts the entries of each partition by index, then by entry number.
 
     Args:
-        entry_K: entries, partition after partition, in any order within one.
+        entry_K: entry numbers, partition after partition, in any order within one.
         indices_K: the index of each entry, below 2^31.
         offsets: where partitions begin in `entry_K`, and the last one ends.
     """
-    # Places in `entry_K`, by index (upper half of the key) and entry (lower half) ...
-    place_K = (indices_K[entry_K] << 32 | entry_K).argsort()
-    # ... and then by partition, which keeps that order within each: the sort is stable.
-    partition_K = torch.bucketize(place_K, offsets[1:-1], right=True)
-    return entry_K[place_K[partition_K.argsort(stable=True)]]
+    # First all entries by one key: index in the upper half, entry number in the lower half ...
+    order_K = (indices_K[entry_K] << 32 | entry_K).argsort()
+    # ... then by partition: this sort is stable, so the order within a partition stays.
+    partition_K = torch.bucketize(order_K, offsets[1:-1], right=True)
+    return entry_K[order_K[partition_K.argsort(stable=True)]]
 
 
 def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts entries by partition; those of one partition keep their order.
+    """Groups entries by partition with one stable sort.
 
     Args:
         partition_K: int64, in [0, partitions).
         partitions: n, 1 to 2^16.
 
     Returns:
-        int64 entries, partition after partition, ascending in each; and int64 offsets of the
-        partitions, n + 1 of them.
+        int64 entry numbers, partition after partition, ascending in each; and the n + 1 int64
+        offsets of the partitions in them.
     """
     # torch sorts narrow integers in a third of the time of wide ones.
     keys_K = partition_K.to(torch.uint8) if partitions <= 256 else partition_K
     ordered = torch.sort(keys_K, stable=True)
     numbers = torch.arange(partitions + 1, device=partition_K.device)
-    # A partition begins at the first entry that is not of a lower one.
+    # Partition p begins at the first entry whose partition is at least p.
     return ordered.indices, torch.searchsorted(ordered.values.long(), numbers)
 
 
 def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> int:
-    """Writes which values are not zero (`-0.0` is, NaN and denormals are not), and those values.
+    """Writes a bitmap of the values that are not zero, and packs these values.
+
+    `-0.0` counts as zero; NaN and denormals do not.
 
     Args:
         values_P: fp32, bf16 or fp16. Only read.
@@ -173,7 +176,7 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
         packed: uint8, room for all P values; receives nnz values, the rest is undefined. Mutated.
 
     Returns:
-        nnz.
+        nnz, the number of values that are not zero.
     """
     return int(call("hash_bitmap_pack", values_P, words, packed))
 
@@ -189,16 +192,16 @@ def bitmap_add_(
     """Adds a bitmap's values to their elements, without materialising the indices.
 
     Args:
-        acc_M: fp32, the whole segment. Mutated only if the bitmap fits.
-        words: uint8, 8 ceil(P / 64) bytes, not trusted.
-        values: uint8, nnz values.
+        acc_M: fp32, the whole segment. Mutated only if the bitmap is right.
+        words: the bitmap: uint8, 8 ceil(P / 64) bytes, not trusted.
+        values: uint8, the nnz values in the order of the bits.
         value_dtype: dtype code of the values.
         nnz: how many bits must be set.
         place: which elements the bits stand for.
 
     Returns:
-        "" or the name of the field that is wrong; and what it was instead: the number of set bits
-        for `nnz`, the partition's size for a bit beyond it in `bitmap`.
+        The name of the wrong field ("" if none), and a number for the error: for "nnz" how many
+        bits are set; for "bitmap", where a bit is beyond the partition, the partition's size.
     """
     status = call("hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, *place)
     code, found = status.tolist()

@@ -1,9 +1,9 @@
-"""The op that adds up a bucket over NCCL without waiting on the host, typed and checked.
+"""The op that adds up all ranks' messages of a bucket over NCCL without blocking the CPU.
 
-Messages have fixed sizes (`cuda_ext.slots`), so the bytes for each rank and the place of each
-record are known beforehand. `SumPlan` holds them; it is made once for a bucket's cut, and its
-copies on the device are cached. One call queues everything: sends and receives, the decoding of the
-received records, the encoding of the sum.
+The bucket is cut into shards of consecutive segments; the rank that sums a shard up is its owner.
+Records lie in slots of fixed sizes (`cuda_ext.slots`), so all byte counts are known beforehand:
+`SumPlan` has them, and is made once for each way to cut a bucket. One call queues everything on the
+stream: sends and receives, the decoding of the received records, the encoding of the sum.
 
 NCCL's functions are called by address, on a communicator that the caller made
 (`transport.nccl_communicator`).
@@ -27,14 +27,15 @@ MARKED_STAGES = ("network", "decode", "encode", "network", "decode")
 
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
-    """Where one shard of the bucket lies: in it, in a message, and among the sums.
+    """Where one shard lies in the bucket, in every rank's message, and in the buffer of sums.
 
     Attributes:
-        segments: which of the bucket's, as first and count.
-        offsets: int64, where these begin and the last one ends, in the bucket.
-        message_begin: byte of a message at which its records begin.
-        message_slots: int64, where each of them begins, from the first one on, and ends.
-        sum_slots: likewise of the records of its sum; only the end counts where sums are not sent.
+        segments: (first, count) of its segments in the bucket.
+        offsets: int64: the bucket's elements at which its segments begin and the last one ends.
+        message_begin: byte of a message at which the shard's records begin.
+        message_slots: int64: bytes from there to each record, and to the last one's end.
+        sum_slots: int64: the same for the records of the shard's sum. Where sums are not sent, only
+            the last number (their size) is used.
     """
 
     segments: tuple[int, int]
@@ -114,8 +115,8 @@ class SumPlan:
     def words(self) -> torch.Tensor:
         """A row of eight numbers for each shard: `NcclShard` of `csrc/nccl_sum_launch.h`.
 
-        Its elements and segments in the bucket, its bytes in a message and among the sums: of each
-        where they begin and how many they are.
+        They are (begin, count) of its elements in the bucket, of its segments, of its bytes in a
+        message and of its bytes in the buffer of sums.
         """
         numbers, sum_begin = [], 0
         for shard in self.shards:
@@ -139,9 +140,9 @@ class SumPlan:
 
     @cached_property
     def statuses_at(self) -> torch.Tensor:
-        """Which words of a call's report (`SumCall.check`) are 0 if there is no error.
+        """Indices of the error codes (0: no error) in a call's report, which `SumCall.check` reads.
 
-        They are the first words of all statuses: of the messages, the encoder and the sums.
+        Each is the first word of a status: one for each message, the encoder and each sum.
         """
         by_rank = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS  # the messages' statuses
         if not self.gathers:
@@ -193,7 +194,7 @@ class SumCall:
             return
         # In the report's order: the first error found is raised.
         plan, n, own = self.plan, self.plan.world_size, self.plan.own
-        status_words = n * codec_cuda.STATUS_WORDS  # of all ranks' messages, or of their sums
+        status_words = n * codec_cuda.STATUS_WORDS  # of n statuses: of the messages, or of the sums
         for rank, status in enumerate(report[:status_words].view(n, -1)):
             self._check_status(status, own.offsets, self.step, rank)
         if plan.gathers:
@@ -205,10 +206,9 @@ class SumCall:
     def _check_status(
         self, status: torch.Tensor, offsets: torch.Tensor, step: int, rank: int
     ) -> None:
-        """Raises the error in a decoder's status about the records of a rank, if any."""
-        # First an error of this call's own arguments, then one of the message.
+        """Raises the error in a decoder's status about a rank's records of one shard, if any."""
         begin, end = int(offsets[0]), int(offsets[-1])
-        codec_cuda.check_status(status, offsets, begin, end - begin)
+        codec_cuda.check_status(status, offsets, begin, end - begin)  # this call's arguments
         expected = Expected(offsets, self.plan.value_dtype, step, rank)
         refuse_message(status, expected, has_slots=True)
 
@@ -216,17 +216,17 @@ class SumCall:
 def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
     """Queues the sum of a bucket's messages on the current stream, NCCL's part included.
 
-    The same bits as `collectives.direct` or `agsparse`: fp32 in rank order, rounded to the values'
-    dtype once where sums are gathered. Reads nothing on the host and waits for no kernel. In the
-    first call with a peer, NCCL blocks the host until that peer arrives.
+    The same bits as `collectives.direct` or `agsparse`: fp32 in rank order; a sum that is sent to
+    all ranks is rounded once to the values' dtype. The CPU reads nothing back and waits for no
+    kernel, but in the first call with a peer NCCL blocks it until that peer arrives.
 
     Args:
         communicator: int64 words of `NcclCommunicator.words`.
         summed: the messages and buffers. Mutated; see `SumCall`.
 
     Returns:
-        The report, on the device, for `SumCall.check`; and NCCL's result. A result other than 0
-        (ncclSuccess) means that not everything was queued.
+        The report, on the device, for `SumCall.check`; and NCCL's result code: unless it is 0
+        (ncclSuccess), an NCCL call failed and not everything was queued.
 
     Raises:
         ExtensionError: tensors that do not fit together.

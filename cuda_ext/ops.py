@@ -1,17 +1,18 @@
-"""The ops of the native part, typed and checked, for the rest of the package.
+"""The native ops for the rest of the package, typed and checked: pruning, encoding, thresholds.
 
-Shape suffixes: N elements of a bucket (1-D, contiguous; fp32, bf16 or fp16), R ranges, S wire
-segments, M elements of an accumulator. Dtype codes are those of the wire: 0 fp32, 1 bf16, 2 fp16.
+Shape suffixes: N elements of a bucket (1-D, contiguous; fp32, bf16 or fp16), R ranges (with one
+threshold each), S segments (with one record each), M elements of an accumulator. Dtype codes are
+those of the wire: 0 fp32, 1 bf16, 2 fp16. The residual (error feedback) holds what was not sent.
 
-A range or segment table is an int64 CPU tensor of ascending offsets: piece i is [i] to [i + 1].
-CPU tensors are worked on by torch's own thread pool; results do not depend on the thread count.
+A range or segment table is an int64 CPU tensor of ascending offsets: piece i is from offset i to
+offset i + 1. CPU ops run in torch's thread pool; results do not depend on the number of threads.
 
 A message is one record for each segment, back to back (docs/wire-format.md). The caller of an
-encoder selects a format by a code of `wire`, for example `FORMAT_ADAPTIVE`. Where the sparse record
-would not be smaller, the record is dense, so a message never exceeds `message_capacity`. Neither
-the bytes nor the errors depend on the device. Tables of offsets and flags, and the results, are
-always on the CPU. So a CUDA call waits once for the device (`codec_cuda`), unless the caller passes
-`Reports`, which collect the call's status for later.
+encoder selects a format by a code of `wire`, for example `FORMAT_ADAPTIVE`; only Rice quantises.
+Where the sparse record would not be smaller, and in kept segments always, the record is dense, so a
+message never exceeds `message_capacity`. Neither the bytes nor the errors depend on the device.
+Tables and results are on the CPU. So a CUDA call waits once for the device (`codec_cuda`), unless
+the caller passes `Reports`, which collect the call's status for later.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ __all__ = [
 
 
 def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
-    """Leaky error feedback and pruning, fused, in place.
+    """Adds the residual to the gradient and prunes the sum, in place and in one pass.
 
     For each element, in fp32: `x = g + e; drop = |x| <= t; g = drop ? 0 : round(x);
     e = drop ? leak * x : x - g`. NaN and infinity are never dropped; where x is one of them, e
@@ -74,19 +75,19 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
     in the bucket), over 2^24, is less than its range's chance.
 
     `round` is to the values that both the gradient's dtype and `wire_dtype` hold, saturating at
-    the largest finite one; what it cuts off goes to the residual. It is stochastic: up with the
-    probability of the part cut off, by random bits that are a pure function of (key, index in the
-    bucket). So is the rounding of a bf16 residual. With a negative key both go to nearest even.
+    the largest finite one; the rounding error goes to the residual. It is stochastic: up with the
+    fraction as probability, by random bits that are a pure function of (key, index in the bucket).
+    So is the rounding of a bf16 residual. With a negative key both go to nearest even.
 
     Args:
-        grad_N: becomes the values to send. Mutated.
-        pruning: what is selected; empty ranges are allowed, a capacity is not. Its residual is
-            mutated.
-        wire_dtype: dtype code in which values will travel.
+        grad_N: becomes the values to send, 0 where dropped. Mutated.
+        pruning: thresholds t, residual e, leak and key; empty ranges are allowed, `capacity_S` is
+            not. Its residual is mutated.
+        wire_dtype: dtype code in which the values will be sent.
 
     Returns:
-        int64 nnz_R on the gradient's device: stored values that are not zero. No host
-        synchronisation; on CUDA everything is on the current stream, and the kernel is Triton's.
+        int64 nnz_R on the gradient's device: values that are not zero afterwards. The CPU waits for
+        nothing; on CUDA this is one Triton kernel on the current stream.
 
     Raises:
         ExtensionError: arguments that do not fit together.
@@ -142,27 +143,26 @@ def encode(
     *,
     reports: Reports | None = None,
 ) -> torch.Tensor:
-    """Writes the wire message of a pruned bucket, reading the gradient once.
+    """Writes the message of a pruned bucket into `out`, reading the gradient once.
 
-    Values are converted to the record's dtype, rounded to nearest even where they do not fit.
-    Pruned values fit. Wire cost: 48 bytes and the padding of each record. In addition to its
-    values, COO takes 4 bytes an entry, Pici 516 for each 4096 elements, blocks 4 and the zeros for
-    each block.
+    Values are rounded to nearest even in the record's dtype; those of `prune_` fit exactly. Bytes
+    of a record: 48, its values and padding. In addition COO takes 4 bytes an entry, Pici 516 for
+    each 4096 elements, blocks 4 and the zeros for each block.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read. The elements that are not zero are sent, and
             in kept segments, or with `spec.without_indices`, all elements.
         segments: the pieces of the gradient, and where their records go.
-        nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them. May be None
-            for a gradient on a CUDA device; not read for format Rice. There the encoder counts.
+        nnz_S: int64, the non-zero elements of each segment, as `prune_` counts them. Format Rice
+            does not read them, and on CUDA they may be None: there the encoder counts.
         spec: the format of the records.
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        residual_N: fp32 [N], for quantised values: it is added to every element that is sent, whose
-            place in it then receives the difference between the sum and the value that was sent.
-            Mutated there; other elements stay. None loses the difference.
-        reports: receives the report of a CUDA call, which then does not wait; `nnz_S` must be None.
+        residual_N: fp32 [N], for quantised values: of every element that is sent, the residual is
+            added first, and then becomes the sum minus the value that was sent. Mutated there;
+            other elements stay. None adds nothing, and the quantisation error is lost.
+        reports: takes the report of a CUDA call, which then does not wait; `nnz_S` must be None.
 
     Returns:
         int64 bytes of each record, on the CPU, or with `reports` on the gradient's device. The
@@ -175,7 +175,7 @@ def encode(
     op, on_cpu = "encode", grad_N.device == CPU
     record_arguments = _record_arguments(op, grad_N, segments, spec, out)
     if spec.record_format == FORMAT_RICE:
-        nnz_S = None  # the encoder counts
+        nnz_S = None  # Rice's encoder counts on either device
     elif nnz_S is not None:
         count = segments.dense.numel()
         check_flat(op, "nnz", nnz_S, (torch.int64,), count, CPU if on_cpu else None)
@@ -196,25 +196,24 @@ def prune_encode(
     *,
     reports: Reports | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Error feedback, pruning and encoding in one pass, without a pruned gradient in between.
+    """Adds the residual, prunes and encodes in one pass; the gradient stays unchanged.
 
     Message and residual are byte for byte those of `prune_` followed by `encode` (arguments as
-    there), but the gradient is left as it was. Gradient and residual are read once, residual and
-    message are written once.
+    there). Gradient and residual are read once, residual and message are written once.
 
     Quantised values, of format Rice: for what is sent, the residual becomes `x - sent`, x being
     gradient + residual; in fp32 exactly, so that `sent + residual == x` (docs/wire-format.md has
     the exceptions). A group of values with NaN, infinity or a magnitude of 2^120 or more is sent as
     NaN, and its residual becomes 0.
 
-    With a capacity a segment sends only that many of its non-zero elements, the first ones. The
-    others count as not selected: their residual becomes leak * (value + residual), which is
-    leak * x bit for bit where values are not narrowed (else to within the rounding of the
-    residual). If one of the others is infinity or NaN, the segment's last value becomes NaN.
+    With a capacity c a segment sends only the first c of its selected non-zero elements. All later
+    ones count as dropped: their residual becomes leak * (value + rounding error), which is leak * x
+    bit for bit where values are not narrowed (else to within the rounding of the residual). If a
+    later one is infinity or NaN, the last value that the segment sends becomes NaN.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read.
-        pruning: the selection's arguments. Its residual is mutated.
+        pruning: what to select, and the capacity. Its residual is mutated.
         segments: the pieces of the gradient. Each slot must have room for the largest record that
             its segment may send.
         spec: the format of the records.
@@ -265,13 +264,13 @@ def _results(
     out: torch.Tensor,
     reports: Reports | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks an encoder's report, and seals the records if they are to be sealed.
+    """Checks an encoder's report, seals the records if `spec.checksum`, and splits the report.
 
-    Without `reports` this waits for the encoder. With them nothing waits: `reports` checks later,
-    and the results stay on the device. The CPU's encoder has checked everything itself.
+    A CUDA report is copied to the CPU here or, with `reports`, left on the device for them to
+    check. A CPU encoder has raised its errors itself.
 
     Returns:
-        int64 bytes and int64 non-zero elements of each record.
+        int64 bytes of each record, and its int64 count of non-zero elements.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
@@ -290,16 +289,12 @@ def _results(
 
 
 def _record_arguments(
-    op: str,
-    grad_N: torch.Tensor,
-    segments: Segments,
-    spec: RecordSpec,
-    out: torch.Tensor,
+    op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Checks what all encoders get; returns the native ops' arguments behind the gradient."""
+    """Checks the arguments common to all encoders; returns the native op's, after the gradient."""
     device, count = grad_N.device, segments.dense.numel()
     check_encode(op, grad_N, segments, spec)
-    if check_device(op, "grad", grad_N) == "cuda":
+    if check_device(op, "grad", grad_N) == "cuda":  # the CPU op checks the slots itself
         out = check_slots(op, segments.slots, count, out)
     kind = record_kind(spec)
     return (
@@ -323,28 +318,27 @@ def sample_threshold(
     samples: int,
     keys_R: torch.Tensor,
 ) -> Limits:
-    """The limits that select about `density` of each range, from a stratified sample.
+    """Estimates from a sample the limits by which about a part `density` of each range is kept.
 
-    From a range of n elements it samples s = min(n, samples), one in each of s equal strata; with
-    n <= samples that is all of them. The threshold is the magnitude `|g + e|` of descending rank
-    floor(density * s), from 0. Of the samples, A exceed it and E equal it; the tie chance is
-    (density * s - A) / E, so density * s samples are selected on average, whatever their
-    distribution. Where E is 1 the range's key draws here whether that sample is selected: its
-    chance is 0 or 1, and does not depend on its place in a bucket. A threshold of 0, which selects
-    all that is not zero, has chance 0; so has infinity, which is always sent. NaN counts as
-    infinite. A pure function of its arguments.
+    Of a range of n elements it samples s = min(n, samples), one from each of s equal strata. The
+    threshold is the magnitude `|g + e|` of rank floor(density * s), in descending order from 0. Of
+    the samples, A exceed it and E equal it. The tie chance is (density * s - A) / E, so density * s
+    samples are kept on average, whatever their distribution. If E is 1 the range's key decides here
+    whether that sample is kept: the chance becomes 0 or 1, so that it does not depend on the
+    element's index in the bucket. A threshold of 0, above which all non-zero elements lie, has
+    chance 0; so has infinity, which is always sent. NaN counts as infinite. A pure function.
 
     Args:
         grad_N: only read.
         residual_N: fp32, bf16 or fp16; None for zeros. Only read.
         range_offsets: R+1 offsets of consecutive ranges from 0 to N.
         densities_R: fp32 on the CPU, above 0; 1 and more keeps all of a range.
-        samples: elements to look at in each range.
-        keys_R: int64 on the CPU; keys of the sample positions and of that draw.
+        samples: the most elements to sample from a range.
+        keys_R: int64 on the CPU: each range's key, which determines its random choices.
 
     Returns:
         Limits_R on the gradient's device; threshold -1, chance 0 and no ties for a range that is
-        empty or kept whole. No host synchronisation.
+        empty or kept whole. The CPU does not wait for them.
 
     Raises:
         ExtensionError: arguments that do not fit together.
@@ -375,8 +369,8 @@ def sample_threshold(
 
 
 def supported_isas() -> list[str]:
-    """The names that MEGATRON_SPARSE_ISA may have on this machine, slowest first.
+    """The instruction sets that MEGATRON_SPARSE_ISA may name on this machine, slowest first.
 
-    If the variable is not set, ops use the best one. Every call of an op reads the variable.
+    If the variable is not set, ops use the last one. Every call of an op reads the variable.
     """
     return call("supported_isas").split(",")

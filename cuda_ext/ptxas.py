@@ -31,7 +31,7 @@ class Compiled:
 
 
 def read_report(report: str) -> list[Compiled]:
-    """The kernels in the output of `nvcc -Xptxas -v`."""
+    """Parses the output of `nvcc -Xptxas -v`: one `Compiled` for each kernel and architecture."""
     kernels = []
     for kernel, arch, stores, loads, registers, rest in _KERNEL.findall(report):
         shared = re.search(r"(\d+) bytes smem", rest)  # not there for a kernel without any

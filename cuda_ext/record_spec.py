@@ -1,6 +1,7 @@
-"""Arguments that the codec's ops share: segments, formats of their records, pruning, expectations.
+"""Arguments that encode and decode ops share: segments, record formats, pruning, expected headers.
 
-Shape suffixes as in `ops`. Tables of offsets and flags are on the CPU.
+A message has a record for each segment of a bucket. Shape suffixes as in `ops`. Tables of offsets
+and flags are on the CPU.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class Segments:
 
     Attributes:
         offsets: int64, S+1 offsets from 0 to N; a segment has fewer than 2^31 elements.
-        dense: uint8, 1 for segments that are dense whatever they hold.
-        slots: int64, S+1 bytes at which records begin and the last one's place ends: ascending
-            multiples of 16 from 0 on. The rest of a record's place is cleared. None puts records
-            back to back.
+        dense: uint8, 1 for kept segments, whose records are always dense.
+        slots: int64, S+1 bytes of the message at which each record's slot (its fixed place) begins
+            and the last one ends: ascending multiples of 16 from 0 on. Bytes of a slot after its
+            record are cleared. None: records lie back to back.
     """
 
     offsets: torch.Tensor
@@ -40,8 +41,8 @@ class RecordSpec:
     """The dtype, step and format of a message's records.
 
     Attributes:
-        value_dtype: dtype code in which values travel.
-        step: the training step; its lower 32 bits travel.
+        value_dtype: dtype code of the values in the records.
+        step: the training step; the header has its lower 32 bits.
         record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_BLOCKS`, `FORMAT_RICE`,
             or `FORMAT_ADAPTIVE` for the smallest of dense, COO and Pici in each segment, where COO
             wins a tie.
@@ -50,7 +51,7 @@ class RecordSpec:
         log2_span: of `FORMAT_RICE`: the binary logarithm of a chunk's elements, `wire.rice_span` of
             the density.
         without_indices: of `FORMAT_RICE`: every element is sent; quantised to 8 or 4 bits.
-        checksum: seal the records: their checksums cover the payloads.
+        checksum: seal the records: the checksums in their headers cover the payloads.
     """
 
     value_dtype: int
@@ -64,12 +65,12 @@ class RecordSpec:
 
 
 class Limits(NamedTuple):
-    """The result of sampling: keep everything above a threshold, and a part of what equals it.
+    """What `sample_threshold` finds for each range: which magnitudes to keep.
 
-    All are on one device: one for each range or piece.
+    Those above the threshold, and a random part of the ties, which equal it. All on one device.
 
     Attributes:
-        thresholds: fp32; below 0 keeps everything, NaN too.
+        thresholds: fp32; a negative one keeps everything, and so does NaN.
         tie_chances: fp32, 0 to 1: the probability that an element is kept whose magnitude equals
             the threshold.
         ties: int64, how many samples equal the threshold; 0 where nothing was sampled.
@@ -87,7 +88,8 @@ class Pruning:
     Attributes:
         residual_N: fp32 or bf16, on the gradient's device. Mutated by the ops.
         range_offsets: int64, R+1 offsets of consecutive ranges from 0 to N.
-        thresholds_R: fp32, on the gradient's device; below 0 keeps all of a range, NaN too.
+        thresholds_R: fp32, on the gradient's device; a negative one keeps all of its range, and so
+            does NaN.
         leak: factor on dropped values, 0 to 1.
         key: of the random bits that choose among ties and round stochastically; negative for
             rounding to nearest.
@@ -115,9 +117,9 @@ class Expected:
         value_dtype: dtype code that the values must have.
         step: the training step that the records must be of.
         rank: the sender, for the error's text.
-        slots: where the records begin, as in `Segments`; the message is as long as all slots. The
-            bytes after a record in its slot are ignored. None for back to back.
-        checksum: the records are sealed.
+        slots: as in `Segments`; the message is as long as all slots. The bytes after a record in
+            its slot are ignored. None: records lie back to back.
+        checksum: the records are sealed (`checksum_ops`).
     """
 
     segment_offsets: torch.Tensor

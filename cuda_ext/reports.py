@@ -1,9 +1,9 @@
-"""The reports of codec calls, read on the host once for many calls.
+"""Collects the reports of encode and decode calls, to read many on the CPU at once.
 
-A kernel leaves its status in words on the device. Reading them waits for the device. In capacity
-mode sizes are fixed and callers need not know the status before they go on, so they collect the
-words here: one copy and one wait for all calls on a bucket. On the CPU nothing waits, and the words
-are checked in the same place, so that errors do not depend on the device.
+A kernel leaves its report, int64 words such as an error code, on the device; to read it the CPU
+waits. Where record sizes are fixed (`slots`), the caller can go on without it and adds the words to
+`Reports`: one copy and one wait for all calls on a bucket. CPU tensors need no wait, but their
+words are checked at the same point, so that errors do not depend on the device.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ class Reports:
         """Adds the report of a call.
 
         Args:
-            words: int64; a status begins with 0 if there is no error.
-            look: called by `read`, in the order of the calls.
-            is_status: whether the words are a status; else they are results, such as counts.
+            words: int64; the first word of a status is an error code, 0 for none.
+            look: called with the words on the CPU by `read`, in the order of the calls; raises
+                the error.
+            is_status: whether the words begin with a status; else they are results, such as counts.
         """
         self._calls.append((words, look))
         if is_status:
             self._statuses.append(words[:1])
 
     def spoil_(self, records: torch.Tensor) -> None:
-        """Spoils records for their receivers if any call so far has failed.
+        """Makes records invalid if any call so far has failed, so that receivers refuse them.
 
-        Their first byte becomes 0; no valid record begins with 0. Reads nothing on the host.
+        Sets their first byte to 0, with which no valid record begins, without waiting on the CPU.
 
         Args:
             records: uint8, on the calls' device. Mutated.
         """
         if self._statuses and records.numel():
-            # Times 1 if all statuses are 0, else times 0.
+            # Times 1 if all error codes are 0, else times 0.
             records[:1].mul_(torch.cat(self._statuses).eq(0).all())
 
     def statuses(self, device: torch.device) -> torch.Tensor:
@@ -77,14 +78,14 @@ class Reports:
 
 
 class HostCopy:
-    """Words on their way to the host; a `Work`.
+    """An asynchronous copy of reports to the CPU; a `Work`, which can be awaited.
 
     Args:
-        calls: words, and the functions that check them.
+        calls: of each call its words, and the function that checks them on the CPU.
     """
 
     def __init__(self, calls: list[tuple[torch.Tensor, Look]]) -> None:
-        """Starts the copy; on CUDA an event says when it has arrived."""
+        """Starts the copy; on CUDA the event `_copied` ends with it."""
         self._calls = calls
         self._copied: torch.cuda.Event | None = None
         self._words = torch.empty(0, dtype=torch.int64)
@@ -94,7 +95,7 @@ class HostCopy:
         if words.device.type == "cuda":
             self._words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
             self._words.copy_(words, non_blocking=True)
-            self._copied = torch.cuda.Event(blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, not spins
             self._copied.record()
         else:
             self._words = words.cpu()
@@ -104,14 +105,14 @@ class HostCopy:
         return self._copied is None or self._copied.query()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` when the words are there: at once, or later from another thread."""
+        """Calls `wake` when the copy is done: at once, or later from the thread of `_waiting`."""
         if self._copied is None:
             wake()
         else:
             _waiting().put((self._calls[0][0].device, self._copied, wake))
 
     def finish(self) -> None:
-        """Checks the words, once; waits for them if they are not there.
+        """Waits for the copy, then checks the words of each call, once.
 
         Raises:
             MegatronSparseError: the first error of a call.
@@ -128,18 +129,18 @@ class HostCopy:
 
 @cache
 def _waiting() -> _Waiting:
-    """The queue of the one thread that waits for reports; the thread starts with the first one.
+    """The queue of (device, event, callback) for a thread that waits for copies; starts the thread.
 
-    Reports of a device end in the order of its work, so one thread is enough.
+    One thread for all is enough, because the copies of a device end in the order of its work.
     """
     waiting: _Waiting = SimpleQueue()
 
     def run() -> None:
-        """Wakes one caller after the other, each when its words have been copied."""
+        """Waits for one event after the other, and calls its callback."""
         while True:
             device, copied, wake = waiting.get()
-            with suppress(RuntimeError):  # `finish` meets the device's error again, and raises it
-                torch.cuda.set_device(device)  # a thread begins with the first one
+            with suppress(RuntimeError):  # a CUDA error is raised again, to the caller, in `finish`
+                torch.cuda.set_device(device)  # a new thread is on device 0
                 copied.synchronize()
             wake()
 

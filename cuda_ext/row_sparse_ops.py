@@ -1,4 +1,4 @@
-"""The op of row-sparse gradients, typed: what `formats.row_sparse` calls.
+"""The op that sums equal rows of a row-sparse gradient, typed: what `formats.row_sparse` calls.
 
 Shape suffixes: K rows, U groups of them, D elements of a row. All tensors of a call are on one
 device, tables of offsets too, and so are the results, which have the same bits on every device and
@@ -15,7 +15,7 @@ from megatron_sparse.cuda_ext.arguments import call
 
 
 def sum_rows(rows_KD: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Sums groups of rows, each group in the order given, in fp32, rounded once.
+    """Sums groups of rows, each in the order of `order`, in fp32, rounded once to the rows' dtype.
 
     A group of one row is copied bit for bit.
 

@@ -1,11 +1,11 @@
-"""Capacity mode: how many elements each segment may send, and where its record lies.
+"""Capacity mode: how many elements each segment may send, and in which slot its record lies.
 
-A pruned segment of m elements sends at most c = min(ceil(factor * density * m), m) non-zero ones; a
-kept segment sends all of its elements. Its record begins at a fixed place and has room for the
-largest record of c elements in the chosen format: 48 bytes and min(dense, sparse(c)). Every rank
-computes the same places from the plan, so ranks exchange no sizes and the host reads none. A rank
-sends the whole room, not only the record. A sum of n ranks' segments has at most min(n c, m)
-non-zero elements, which also fixes the room of its record: sums cannot overflow.
+A pruned segment of m elements sends at most its capacity of non-zero ones, c = min(ceil(factor *
+density * m), m); a kept segment sends all of its elements. A slot is a range of a message's bytes
+with room for the largest record of c elements: 48 bytes and min(dense, sparse(c)). Every rank
+computes the same slots beforehand, so ranks exchange no sizes and read none from the device. A rank
+sends whole slots, not only the records. A sum of n ranks' segments has at most min(n c, m) non-zero
+elements, which also fixes the slot of its record: sums cannot overflow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ its message and of each shard's sum, and in a density ramp different ones in eac
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Capacities and places of consecutive segments' records. Cached: do not write to them.
+    """Capacities and slots of consecutive segments' records. Cached: do not write to them.
 
     Attributes:
         capacity_S: int64, the most non-zero elements of each record.
@@ -56,7 +56,7 @@ class Slots:
         capacity_S: torch.Tensor,
         spec: RecordSpec,
     ) -> Slots:
-        """Places for records of at most `capacity_S` elements, back to back.
+        """Computes the slots, back to back, of records of at most `capacity_S` non-zero elements.
 
         Recent results are cached, because a bucket asks for the same slots in each step.
 
@@ -73,7 +73,7 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        every_step = replace(spec, step=0)  # places do not depend on it
+        every_step = replace(spec, step=0)  # the same cache key in each step: slots depend on none
         return _slots(*(table.numpy().tobytes() for table in tables), every_step)
 
     def part(self, segments: slice) -> torch.Tensor:
@@ -94,23 +94,23 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> Slots:
-    """`Slots.of`, with the tables' content as arguments: a cache can compare them.
+    """Computes `Slots.of`; takes the tables as bytes, by which a cache can look up.
 
-    A kept segment has room for its dense record, another one for a record of `capacity` elements
-    in the smallest of the forms that the format allows.
+    A kept segment's slot has room for its dense record; any other slot has room for a record of
+    `capacity` elements in the smallest of the formats between which the encoder chooses.
     """
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     begin = numel_S.new_zeros(1)
-    if not dense:
+    if not dense:  # no segments, of which `frombuffer` would refuse the empty tables
         return Slots(begin[:0], begin)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
-    # A dense record, of a kept segment or where sparse ones are not smaller.
+    # Bytes of a dense record. Where values are quantised, kept segments are sent in bf16.
     whole_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
     whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, whole_dtype)
     if spec.record_format == FORMAT_RICE:
         most_S = _most_rice_bytes(numel_S, capacity_S, spec)
-        if spec.value_dtype not in RICE_BITS:  # else no record but those of kept segments is dense
+        if spec.value_dtype not in RICE_BITS:  # else only kept segments' records are dense
             most_S = most_S.minimum(whole_S)
     else:
         is_adaptive = spec.record_format == FORMAT_ADAPTIVE
@@ -125,7 +125,7 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> S
 def _most_rice_bytes(
     numel_S: torch.Tensor, capacity_S: torch.Tensor, spec: RecordSpec
 ) -> torch.Tensor:
-    """The most bytes of the sections of segments that are written in format Rice."""
+    """The most payload bytes of each segment's record in format Rice."""
     code, span = spec.value_dtype, spec.log2_span
     if spec.without_indices:
         most = [rice_whole_payload_bytes(numel, code, span) for numel in numel_S.tolist()]

@@ -37,10 +37,10 @@ def cuda_archs(text: str) -> tuple[int, ...]:
 CUDA_ARCHS = cuda_archs(os.environ.get("MEGATRON_SPARSE_CUDA_ARCHS", "80,90,100"))
 """Compute capabilities that kernels are compiled for; with fewer the build is faster."""
 
-TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for each part
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # 2.11: a byte for each part
 _COMMON = ("-O3", "-std=c++17", "-DNDEBUG")
 # Without contraction: a fused multiply-add would round differently on each instruction set.
-HOST = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+CXX_FLAGS = (*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 SANITIZE = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
@@ -78,7 +78,7 @@ CUDA_UNITS = (
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
 CUDA_BINDINGS = sorted(path.stem.removesuffix("_cuda") for path in SOURCES.glob("*_cuda.cpp"))
 """Their bindings, each a _cuda.cpp."""
-NVCC = (
+NVCC_FLAGS = (
     *_COMMON,
     "--fmad=false",
     "-Xptxas",
@@ -98,23 +98,23 @@ def library_path(name: str, out: Path = LIBRARIES) -> Path:
 def is_current(name: str, out: Path = LIBRARIES) -> bool:
     """Whether the library exists and was built from the current sources and flags.
 
-    The version of torch does not count here: the stable ABI makes the library fit all versions, and
-    a wheel must load where there is no compiler.
+    It may have been built with another version of torch: the stable ABI makes it fit all versions,
+    and a wheel must load where there is no compiler.
     """
     stamp = read_stamp(library_path(name, out))
     return stamp is not None and stamp.get("sources") == source_hash(name)
 
 
 def source_hash(name: str) -> str:
-    """A hash of everything that determines the library: sources and flags."""
-    digest = hashlib.sha256(repr((TARGET, HOST)).encode())
-    own_flags = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
+    """A hash of everything that determines the "cpu" or "cuda" library: sources and flags."""
+    digest = hashlib.sha256(repr((TORCH_TARGET, CXX_FLAGS)).encode())
+    own_flags = (NVCC_FLAGS, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
     digest.update(repr(own_flags).encode())
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
         is_cuda_source = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
-        part = "cuda" if is_cuda_source else "cpu"
-        # Headers may belong to either library.
-        if path.suffix == ".h" or part == name:
+        library = "cuda" if is_cuda_source else "cpu"
+        # Headers count for both libraries, as either may include them.
+        if path.suffix == ".h" or library == name:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

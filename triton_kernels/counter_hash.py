@@ -1,4 +1,4 @@
-"""The counter hash in torch, and its seeds for kernels that are launched from Python.
+"""The counter hash, a random generator without state: in torch, and its seeds for Triton kernels.
 
 `cuda_ext/csrc/counter_hash.h` is the definition; the names of the draws are repeated from there.
 """
@@ -15,7 +15,7 @@ _MASK_32 = 2**32 - 1
 def hash_seed(key: int, draw: int) -> tuple[int, int]:
     """The two 32-bit words that all hashes of one (key, draw) share, the lower one first.
 
-    They are the halves of output number draw + 1 of the generator SplitMix64, begun with `key`.
+    They are the halves of output number draw + 1 of the generator SplitMix64 with seed `key`.
     """
     s = (key + (draw + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     s = ((s ^ (s >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
@@ -25,11 +25,11 @@ def hash_seed(key: int, draw: int) -> tuple[int, int]:
 
 
 def counter_hash(key: int, draw: int, index_N: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each index.
+    """32 random bits for each index, a pure function of the arguments.
 
     Args:
-        key: the stream.
-        draw: what the bits are for, one of the `DRAW_*`.
+        key: selects the random stream.
+        draw: one of the `DRAW_*`: bits for different purposes are independent.
         index_N: int64, non-negative.
 
     Returns:

@@ -1,8 +1,8 @@
 """Leaky error feedback and pruning in Triton: the same bits as the compiled op.
 
-One program prunes BLOCK consecutive elements in place. It counts the elements it keeps for each
-range that it meets, nearly always one. Rounding and bf16 use integer arithmetic, so the result does
-not depend on the machine and is right in Triton's interpreter, whose own bf16 is wrong.
+One program prunes BLOCK consecutive elements in place, and counts those that stay non-zero for each
+range that overlaps them, nearly always one. Rounding and bf16 use integer arithmetic, so the result
+does not depend on the machine and is right in Triton's interpreter, whose own bf16 is wrong.
 
 Shape suffixes: N elements of the bucket, R ranges, B elements of a block.
 """
@@ -45,9 +45,9 @@ def prune_(
 ) -> torch.Tensor:
     """Prunes `grad_N` in place, and updates `residual_N`; returns the non-zero counts nnz_R.
 
-    `cuda_ext.ops.prune_` says how, and checks the arguments; here all tensors are on one device.
-    `limits` are thresholds_R and tie_chances_R, or None for no ties.
-    Launches one kernel on the current stream; no host synchronisation.
+    `cuda_ext.ops.prune_` defines the result and checks the arguments; here all tensors, the offsets
+    too, are on one CUDA device. `limits` are thresholds_R, and tie_chances_R or None for no ties.
+    Launches one kernel on the current stream; the CPU does not wait.
     """
     thresholds_R, tie_chances_R = limits
     numel, range_count = grad_N.numel(), thresholds_R.numel()
@@ -55,7 +55,7 @@ def prune_(
     if numel == 0:
         return nnz_R
     grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[residual_N.dtype]
-    # Without fp32, which holds the values of both other dtypes.
+    # Values are rounded to what both dtypes hold. fp32 (0) is left out: it holds all the others.
     cut, fixed_below, limit = _GRIDS[frozenset({grad, wire_dtype}) - {0}]
     # Two words for each draw, in the order of the kernel's arguments.
     draws = (DRAW_VALUE, DRAW_RESIDUAL, DRAW_TIE)
@@ -67,7 +67,7 @@ def prune_(
             _raw(residual_N),
             range_offsets,
             thresholds_R,
-            # Not read without TIES.
+            # A kernel takes no None; without TIES it does not read this pointer.
             thresholds_R if tie_chances_R is None else tie_chances_R,
             nnz_R,
             numel,
@@ -98,7 +98,7 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _hash_bits(a, b, low_B):
-    """32 random bits for each lower half of an index; `a` and `b` are the seed's two words.
+    """32 random bits for the lower 32 bits of each index; `a` and `b` are the seed's two words.
 
     `cuda_ext/csrc/counter_hash.h` defines this hash, its shifts and its factors.
     """
@@ -134,7 +134,7 @@ def _widen(raw_B, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_bits(bits_B, DTYPE: tl.constexpr):
-    """Converts fp32 bits to raw bits of a dtype that holds the value: DTYPE as in `_widen`."""
+    """Converts bits of fp32 values to those of a dtype that holds them; DTYPE as in `_widen`."""
     if DTYPE == 0:
         return bits_B.to(tl.int32, bitcast=True)
     elif DTYPE == 1:
@@ -155,13 +155,13 @@ def _round_magnitude(
     LIMIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rounds `u_B`, bits of finite fp32 magnitudes, to a grid; saturates; see `csrc/elementwise.h`.
+    """Rounds fp32 magnitudes, given as bits `u_B`, by cutting off CUT bits; at most to LIMIT.
 
-    `_GRIDS` explains CUT, FIXED_BELOW and LIMIT. Not STOCHASTIC, it rounds to nearest even, and
-    does not read `random_B`.
+    STOCHASTIC: by `random_B`; else to nearest even. Magnitudes below FIXED_BELOW (0: none), which
+    fp16 holds as denormals, are rounded to multiples of 2^-24. As in `csrc/elementwise.h`.
     """
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
-    # What is added carries over the cut where the value goes up; a tie goes to the even one.
+    # The sum carries into the bits that stay where the value is rounded up; a tie goes to even.
     added_B = (random_B & MASK) if STOCHASTIC else ((u_B >> CUT) & 1) + (MASK >> 1)
     rounded_B = u_B + added_B
     rounded_B = (rounded_B >> CUT) << CUT
@@ -184,7 +184,7 @@ def _round_magnitude(
 
 @triton.jit
 def _find_range(range_offsets, range_count, element):
-    """Finds by bisection the last range that begins at or before an element; it is not empty."""
+    """Finds by bisection the range of an element: the last one that begins at or before it."""
     low = tl.zeros((), tl.int64)
     high = low + range_count
     while high - low > 1:
@@ -196,7 +196,7 @@ def _find_range(range_offsets, range_count, element):
 
 
 @triton.jit(
-    # Else each class of sizes is compiled again, in a second each.
+    # Else Triton compiles the kernel again, for a second, for arguments that are 1 or divide by 16.
     do_not_specialize=[
         "numel",
         "range_count",
@@ -233,7 +233,7 @@ def _prune_kernel(
     TIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prunes BLOCK elements in place; adds the stored non-zeros to each range's count, `nnz`.
+    """Prunes BLOCK elements in place; adds each range's non-zero results to its count in `nnz`.
 
     g, e and `x = g + e` are those of `cuda_ext.ops.prune_`, which has the rule.
     """
@@ -244,7 +244,8 @@ def _prune_kernel(
     g_B = tl.load(grad + at_B, mask=inside_B, other=0)
     e_B = tl.load(residual + at_B, mask=inside_B, other=0)
 
-    # The limits of each element: a later range of the block overwrites from its begin on.
+    # Limits of each element: of every range r in the block, written from its begin to the block's
+    # end; the next range then overwrites its own elements.
     first_range = _find_range(range_offsets, range_count, block_begin)
     threshold_B = tl.zeros((BLOCK,), tl.float32)
     chance_B = tl.zeros((BLOCK,), tl.float32)
@@ -282,7 +283,7 @@ def _prune_kernel(
     if CUT != 0:
         random_B = _random_bits(seed_a, seed_b, high, low_B)
         kept_B = _round_magnitude(magnitude_B, random_B, CUT, FIXED_BELOW, LIMIT, STOCHASTIC)
-    # Infinity as it is, and the one NaN that the codec knows.
+    # Infinity is not rounded; every NaN becomes the codec's.
     special_B = tl.where(magnitude_B > 0x7F800000, 0x7FC00000, bits_B).to(tl.uint32)
     kept_B = tl.where(finite_B, kept_B | sign_B, special_B)
     out_B = tl.where(drop_B, 0, kept_B).to(tl.uint32)
@@ -292,7 +293,7 @@ def _prune_kernel(
     if RESIDUAL == 1:
         random_B = _random_bits(residual_seed_a, residual_seed_b, high, low_B)
         residual_magnitude_B = residual_B & 0x7FFFFFFF
-        # The grid of bf16.
+        # Round to bf16: 16 bits are cut off, and the largest value is 0x7F7F.
         residual_B = (residual_B ^ residual_magnitude_B) | _round_magnitude(
             residual_magnitude_B, random_B, 16, 0, 0x7F7F0000, STOCHASTIC
         )
@@ -300,7 +301,7 @@ def _prune_kernel(
     tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)
     tl.store(residual + at_B, _store_bits(residual_B, RESIDUAL), mask=inside_B)
 
-    # The same ranges again, to count.
+    # Count over the ranges of the block.
     nonzero_B = inside_B & ((out_B & 0x7FFFFFFF) != 0)
     r = first_range
     begin = block_begin

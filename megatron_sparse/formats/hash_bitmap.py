@@ -1,10 +1,11 @@
-"""The hash bitmap (ZEN, Algorithm 2): one server's partition of a segment, for the Pull.
+"""The hash bitmap (ZEN, Algorithm 2): the record in which a server sends the sum of its partition.
 
-A server holds the sums of its partition by position. One bit for each position says whether its
-value is zero, and the non-zero values follow in order. With partition size P = numel / n this costs
-P / 8 bytes and the values. So the bitmaps of all n servers together cost numel / 8 bytes (the
-paper's |G| / 32 fp32 values) for any n; headers and padding add under 112 bytes each. Where the
-values of all positions are not larger, they travel without a bitmap: the dense form.
+ZEN hashes a segment's elements into n partitions; server i sums partition i up, and all ranks fetch
+the sums (the Pull). Position p is the p-th element of a partition in the order of the hash. One bit
+for each position says whether its sum is not zero, and the non-zero values follow in order. With
+partition size P = numel / n this costs P / 8 bytes and the values, so the bitmaps of all servers
+cost numel / 8 bytes (the paper's |G| / 32 fp32 values) for any n; headers and padding add under 112
+bytes each. Where the values of all positions are not larger, these are sent alone: the dense form.
 
 Layout: docs/wire-format.md. Decoding needs the same partition hash as encoding: it computes the
 elements, which the paper looks up.
@@ -32,15 +33,15 @@ from megatron_sparse.wire import pad16, wrong_field
 
 
 def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
-    """Writes the record of one partition.
+    """Writes the record of one partition, in the smaller of the forms bitmap and dense.
 
     Args:
-        values_P: one for each position, in the record's dtype; travel bit for bit, except that in
-            the bitmap form `-0.0` is zero and is not sent. Only read.
+        values_P: one for each position, in the record's dtype. They are sent bit for bit, except
+            that in the bitmap form `-0.0` counts as zero and is not sent. Only read.
         place: which partition, segment and step the record is for.
 
     Returns:
-        uint8 beside the values; a view of a buffer that would have room for all of them.
+        uint8 on the values' device: a view of a buffer with room for a bitmap and all values.
 
     Example:
         >>> from megatron_sparse.formats.hash_partition import PermutationHash
@@ -56,7 +57,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     values_at = SECTIONS_AT + pad16(word_bytes)
     room = values_at + pad16(values_P.nbytes)  # for a bitmap and all values
     out = torch.empty(room, dtype=torch.uint8, device=values_P.device)
-    # As a bitmap first: that gives nnz, which decides about the form.
+    # The sections of a bitmap come first, because only packing them tells nnz, and nnz the form.
     nnz = hash_ops.bitmap_pack(
         values_P,
         out[SECTIONS_AT : SECTIONS_AT + word_bytes],
@@ -67,7 +68,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     if form == FORM_BITMAP:
         out[SECTIONS_AT + word_bytes : values_at] = 0
         out[values_at + nnz * values_P.element_size() : size] = 0
-    else:  # dense, over the bitmap
+    else:  # the dense values overwrite the bitmap
         end = SECTIONS_AT + values_P.nbytes
         out[SECTIONS_AT:end] = values_P.view(torch.uint8)
         out[end:size] = 0
@@ -77,7 +78,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
 def decode_add_(
     acc_M: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> None:
-    """Adds the values of a record to their elements; never materialises the indices.
+    """Adds the values of a record to their elements of a segment, without listing the indices.
 
     Args:
         acc_M: fp32, the whole segment. Mutated.
@@ -104,7 +105,7 @@ def add_(
     head: tuple[int, int],
     bits: BitmapPlace,
 ) -> None:
-    """Adds the values of a record whose head has been read; the rest as of `decode_add_`.
+    """Adds the values of a record whose head has been checked; see `decode_add_`, also for errors.
 
     Args:
         acc: fp32, a segment, or a partition by position. Mutated.
@@ -112,7 +113,7 @@ def add_(
         place: what the record must say.
         rank: the sender, for the error's text.
         head: the record's form and nnz.
-        bits: which elements of `acc` the record's positions are.
+        bits: which element of `acc` belongs to each position.
     """
     form, nnz = head
     word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
@@ -127,7 +128,7 @@ def add_(
         found = hash_ops.bitmap_pack(as_dtype(dense, place.value_dtype), words, values)
         check_fields(rank, ("nnz", found, nnz))
         values = values[: nnz * value_bytes]
-    # `found`: the set bits where nnz is wrong, the number of positions where a bit is beyond them.
+    # `found`: for "nnz" how many bits are set; for "bitmap", a bit too far, how many positions.
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
     if field == "nnz":
         raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)

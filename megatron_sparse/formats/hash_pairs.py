@@ -1,4 +1,7 @@
-"""The record of ZEN's Push: one rank's entries for one server, as pairs of index and value.
+"""The record in which a rank sends a server its entries of one partition (ZEN's Push).
+
+Entries are the non-zero elements, as pairs of index and value; a position numbers the elements of a
+partition in the order of its hash (`hash_partition`).
 
 For a partition with P elements, K of them non-zero, pairs take 4 K bytes and the values (the
 paper's COO). Deviation: where another form is smaller, the record is a hash bitmap (P / 8 bytes and
@@ -28,7 +31,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
 
     Args:
         indices_K: int64 elements of the segment that are in the partition, strictly ascending.
-        values_K: their values in the record's dtype, none of them zero; travel bit for bit.
+        values_K: their values in the record's dtype, none of them zero; sent bit for bit.
         place: which partition, segment and step the record is for.
 
     Returns:
@@ -53,7 +56,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
     out = torch.empty(size, dtype=torch.uint8, device=values_K.device)
     place.write_head(out, FORM_PAIRS, nnz)
     values_at = SECTIONS_AT + pad16(4 * nnz)
-    # The two sections, each with zeros up to its `stop`.
+    # Indices, then values; each section is padded with zeros up to `stop`.
     for start, stop, numbers in (
         (SECTIONS_AT, values_at, indices_K.to(torch.int32)),
         (values_at, out.numel(), values_K),
@@ -67,7 +70,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
 def accumulate_(
     acc_P: torch.Tensor, record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> None:
-    """Adds a rank's pushed record to a server's partition, held by position.
+    """Adds a rank's record to a server's accumulator, which holds its partition by position.
 
     Args:
         acc_P: fp32, one for each position. Mutated.
@@ -80,7 +83,7 @@ def accumulate_(
     """
     form, nnz = head = place.read_head(record, rank, ALL_FORMS)
     if form != FORM_PAIRS:
-        # Here positions are the elements, as in a segment with one partition and no permutation.
+        # `acc_P` is in the order of positions: bit i stands for its element i, not permuted.
         bits = BitmapPlace(partition=0, partitions=1, seed=0, permuted=False)
         hash_bitmap.add_(acc_P, record, place, rank, head, bits)
         return

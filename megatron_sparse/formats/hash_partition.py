@@ -69,10 +69,10 @@ class PermutationHash:
         return hash_ops.partition_of(elements_K, self.numel, self.partitions, self.seed)
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """Where each element stands in one partition, which exists; -1 where it is of another.
+        """The position of each element in a partition; -1 for an element of another partition.
 
         Raises:
-            ExtensionError: an element is not in [0, numel).
+            ExtensionError: there is no such partition, or an element is not in [0, numel).
         """
         size = self.partition_numel(partition)
         position_K = hash_ops.permute(elements_K, self.numel, self.seed)
@@ -84,7 +84,7 @@ class PermutationHash:
         return hash_ops.unpermute(positions_K + self._begin(partition), self.numel, self.seed)
 
     def partition_numel(self, partition: int) -> int:
-        """Elements of one partition.
+        """How many elements a partition has.
 
         Raises:
             ExtensionError: there is no such partition.

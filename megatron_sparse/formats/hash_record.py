@@ -43,7 +43,7 @@ class PartitionRecord:
         partition: whose elements the record holds.
         value_dtype: fp32, bf16 or fp16.
         offset: the segment's first element in the bucket.
-        step: the step; its lower 32 bits travel.
+        step: the training step; the header has its lower 32 bits.
         checksum: the record is sealed.
 
     Raises:
@@ -105,11 +105,11 @@ class PartitionRecord:
         return SECTIONS_AT + self.section_bytes(FORM_DENSE, 0)
 
     def write_head(self, out: torch.Tensor, form: int, nnz: int) -> int:
-        """Writes header and sub-header; returns the bytes of the whole record.
+        """Writes header and sub-header, the first `SECTIONS_AT` bytes; returns the record's length.
 
         Args:
-            out: uint8 on any device; its first `SECTIONS_AT` bytes. Mutated.
-            form: of the sections that follow.
+            out: the record's buffer, uint8 on any device. Mutated.
+            form: one of the `FORM_*` codes, of the sections that follow.
             nnz: non-zero elements.
         """
         h0 = self.partition_hash
@@ -137,14 +137,14 @@ class PartitionRecord:
         return record
 
     def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
-        """Checks every field: a record that passes is as long as its form and nnz say.
+        """Reads header and sub-header and checks all fields, and the record's length against them.
 
-        On CUDA this copies the 80 bytes to the host and waits for them.
+        On CUDA this copies the 80 bytes to the CPU and waits for them.
 
         Args:
             record: uint8, exactly one record, not trusted.
             rank: the sender, for the error's text.
-            forms: those that the caller reads.
+            forms: the `FORM_*` codes that the caller can decode.
 
         Returns:
             The form and nnz, which is at most the number of positions.

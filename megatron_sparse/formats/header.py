@@ -45,7 +45,7 @@ def check_fields(rank: int | None, *fields: tuple[str, object, object]) -> None:
 
     Args:
         rank: the sender, for the error's text, if the caller knows it.
-        fields: of each its name, the expected value, and the record's.
+        fields: for each field its name, the expected value and the record's value.
 
     Raises:
         WireFormatError: names the first field that is wrong.
@@ -103,16 +103,16 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes, rank: int | None, payload_sum: int | None = 0) -> Header:
-        """Reads a header; looks only at magic, version and checksum.
+        """Parses a header; checks only its magic, version and checksum.
 
         Args:
             data: the record's first bytes, 48 at least.
             rank: the sender, for the error's text; None if the caller does not know it.
-            payload_sum: of a sealed record (`cuda_ext.checksum_ops`); None does not look at the
-                checksum, for records that this rank made or has checked.
+            payload_sum: what sealing added to the checksum (`cuda_ext.checksum_ops`), 0 if nothing;
+                None skips the checksum, for records that this rank made or has checked.
 
         Raises:
-            WireFormatError: too few bytes, or one of the three is wrong.
+            WireFormatError: too few bytes, or magic, version or checksum is wrong.
         """
         if len(data) < HEADER_BYTES:
             raise wrong_field(rank, "size", f"{HEADER_BYTES} bytes of header", len(data))
@@ -160,13 +160,12 @@ class Header:
         if self.format not in formats:
             raise wrong_field(rank, "format", " or ".join(map(str, formats)), self.format)
         known_flags = FLAG_PICI_LINEAR if self.format == FORMAT_PICI else 0
-        # The known flag may be set or not; all others must be 0.
-        expected_flags = self.flags & known_flags
+        expected_flags = self.flags & known_flags  # known flags may be set; all others must be 0
         self.check_segment(value_dtype, numel, offset, step, rank, expected_flags)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
         if self.format in (FORMAT_BLOCKS, FORMAT_RICE):
-            # Any size that holds the sub-header, which says the rest.
+            # Accepts the record's own size, if it has room for the sub-header.
             demanded = max(self.payload_bytes, SUBHEADER_BYTES)
         else:
             demanded = payload_bytes(self.format, numel, self.nnz, value_dtype)
@@ -176,13 +175,7 @@ class Header:
             raise wrong_field(rank, "size", f"{HEADER_BYTES + demanded} bytes", available)
 
     def check_segment(
-        self,
-        value_dtype: int,
-        numel: int,
-        offset: int,
-        step: int,
-        rank: int | None,
-        flags: int = 0,
+        self, value_dtype: int, numel: int, offset: int, step: int, rank: int | None, flags: int = 0
     ) -> None:
         """Compares the fields that say which values the record holds; arguments as of `check`.
 
@@ -201,16 +194,16 @@ class Header:
     def check_whole(
         self, numel: int, value_dtype: int, epoch: int, record_bytes: int, rank: int | None
     ) -> None:
-        """Compares the fields of a record that holds all numbers of a shard.
+        """Checks the header of a record with all numbers of a shard (`moves`, `quantised`).
 
-        Its nnz is 0. Its size is a multiple of 16, and at least 16 more than the header. The caller
-        checks the flags.
+        Such a record has nnz 0. Its size is a multiple of 16, and at least 16 more than the header.
+        The caller checks the flags.
 
         Args:
-            numel: numbers of the shard.
+            numel: how many numbers the shard has.
             value_dtype: their dtype code.
-            epoch: the sender's, for the field step.
-            record_bytes: of the record as it came, header included.
+            epoch: the sender's number of the step, expected in the field step.
+            record_bytes: bytes received for the record, header included.
             rank: the sender, for the error's text, if the caller knows it.
 
         Raises:
@@ -229,16 +222,16 @@ class Header:
 def read_head(
     record: torch.Tensor, nbytes: int, rank: int | None, *, sealed: bool = False
 ) -> tuple[Header, bytes]:
-    """The header of a record, and its first bytes with the sub-header; on CUDA the host waits.
+    """Reads a record's header; returns it and the first `nbytes` bytes. On CUDA the CPU waits.
 
     Args:
         record: uint8, exactly one record, not trusted.
-        nbytes: of header and sub-header.
-        rank: as of `Header.unpack`.
+        nbytes: length of header and sub-header together.
+        rank: as in `Header.unpack`.
         sealed: the header's checksum covers the payload too.
 
     Raises:
-        WireFormatError: as of `Header.unpack`, or there are fewer bytes.
+        WireFormatError: as in `Header.unpack`, or the record is shorter than `nbytes`.
     """
     head = record[:nbytes].cpu().numpy().tobytes()
     payload_sum = int(payload_sums([record], records=1)) if sealed else 0

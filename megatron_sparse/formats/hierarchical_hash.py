@@ -1,6 +1,6 @@
-"""ZEN's hierarchical hashing (Algorithm 1): a rank's sparse gradient, cut for the Push.
+"""ZEN's hierarchical hashing (Algorithm 1): groups a rank's entries by the server they go to.
 
-Deviations from the paper:
+An entry is a non-zero element: its index and value. Deviations from the paper:
 
 - A memory slot holds the number of an entry instead of its index, so that values need not lie in a
   dense tensor.
@@ -57,23 +57,23 @@ def hierarchical_hash(
     rehashes: int = 3,
     seed: int = 0,
 ) -> Partitioned:
-    """Algorithm 1: cuts a rank's sparse gradient into the partitions of all servers.
+    """Groups a rank's entries by partition with Algorithm 1; partition i is for server i.
 
-    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3. It reports them as sizes of the whole
-    memory; read that way they are 2 K / n slots for each partition, the default here.
+    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3 for the whole memory, so that its r1 is
+    2 K / n slots for each partition: the default here.
 
-    Growth: an entry that finds the serial memory of its partition full is set aside. Afterwards
-    that partition's serial memory is extended by exactly as many slots. No entry is ever lost, even
-    if all indices fall into one partition.
+    An entry that finds the serial memory of its partition full is set aside. Afterwards that serial
+    memory is extended by exactly as many slots as needed, so no entry is lost, even if all indices
+    fall into one partition.
 
     Args:
         partition_hash: h0; the same on all ranks.
         indices_K: int64, in [0, numel).
         values_K: fp32, bf16 or fp16.
-        parallel_slots: r1 of each partition.
-        serial_slots: r2 of each partition.
-        rehashes: k.
-        seed: of h_1 to h_k; ranks may have their own.
+        parallel_slots: r1: slots of each partition that the hashes choose from.
+        serial_slots: r2: slots of each partition for entries that find their hashed slots taken.
+        rehashes: k, how many hashes h_1 to h_k an entry tries.
+        seed: of h_1 to h_k; may differ between ranks.
 
     Returns:
         The entries by partition.
@@ -112,7 +112,7 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         message's device.
 
     Example:
-        A segment at offset 4 whose COO record holds index 1 gives element 5.
+        A COO record of a segment that begins at 4, with index 1, gives element 5.
     """
     dtype = VALUE_DTYPES[message.value_dtype]
     offsets = message.layout.segment_offsets.tolist()
@@ -147,10 +147,9 @@ def split(
 ) -> Partitioned:
     """Computes the result of `hierarchical_hash` by a stable partition instead of a hash memory.
 
-    For ascending indices the two results are equal. This is one sort by few bits, and on a CPU
-    takes a tenth of Algorithm 1's time: the algorithm avoids a sort where thousands of threads
-    write at once. But records want ascending indices, so on CUDA `hierarchical_hash` needs two
-    sorts.
+    For ascending indices the two results are equal. This takes one sort by small keys, on a CPU a
+    tenth of Algorithm 1's time. The paper's point is to avoid a sort on a GPU, but records need
+    ascending indices, for which `hierarchical_hash` sorts twice on CUDA.
 
     Args:
         partition_hash: h0; the same on all ranks.

@@ -30,13 +30,7 @@ from megatron_sparse.cuda_ext.record_spec import (
 )
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.wire import (
-    FORMAT_ADAPTIVE,
-    FORMAT_NAMES,
-    FORMAT_RICE,
-    RICE_BITS,
-    rice_span,
-)
+from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_NAMES, FORMAT_RICE, RICE_BITS, rice_span
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in VALUE_DTYPES.items()}
@@ -68,17 +62,17 @@ class Message:
     Attributes:
         buffer: uint8; its first `nbytes` are records, the rest is workspace.
         layout: how the bucket was cut.
-        segment_bytes: bytes of each record, or of its place where there are slots.
+        segment_bytes: bytes of each record, or of its slot in capacity mode.
         value_dtype: fp32, bf16, fp16, or one of `QUANTISED`.
         step: the training step, checked by the receiver.
-        counted: `nnz`, None until the reports have been read.
-        slots: where the records lie in capacity mode; None for back to back.
+        counted: the value of `nnz`; None until the reports have been read.
+        slots: the byte ranges of the records in capacity mode; None: records lie back to back.
         reports: in capacity mode, those of all codec calls on the bucket; None where each call
             checks its own.
-        log2_span: of a message of kind Rice (`RecordSpec`); None for one of other formats.
-        residual_N: the residual after the selection, which takes what sums in few bits lose; None
-            for a message that no selection has made.
-        unquantised: of quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
+        log2_span: of records of format Rice (`RecordSpec`); None for other formats.
+        residual_N: the residual after the selection, to which the rounding errors of quantised sums
+            are added; None for a message that no selection has made.
+        unquantised: for quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
         checksum: the records are sealed, as those of its sums are to be.
     """
 
@@ -102,9 +96,9 @@ class Message:
 
     @property
     def nnz(self) -> int:
-        """Non-zero elements, also of parameters that are sent whole.
+        """How many non-zero elements the message has, those of kept segments included.
 
-        In capacity mode the count is one of the reports: reads them, unless they have been read.
+        In capacity mode the count is in the reports: reads them, unless they have been read.
         """
         if self.counted is None:
             assert self.reports is not None, "without reports the count is known at once"
@@ -128,7 +122,7 @@ class Message:
     def expected(
         self, segment_offsets: torch.Tensor, rank: int, slots: torch.Tensor | None = None
     ) -> Expected:
-        """The facts that a rank's records of these segments must state, as this message's do."""
+        """The header values that another rank's records must have to fit those of this message."""
         code = WIRE_CODES[self.value_dtype]
         return Expected(segment_offsets, code, self.step, rank, slots, self.checksum)
 
@@ -151,9 +145,9 @@ class MessageBuffers:
     def take_own(
         self, purpose: str, bucket: Bucket, numel: int, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
-        """A buffer that the bucket has for itself until its job ends; arguments as of `take`.
+        """A buffer that no other bucket uses until this one's job ends; arguments as of `take`.
 
-        Buckets of the same turn (`give_turn`) get the same one, one after the other.
+        Buckets of one turn (`give_turn`) run one after the other and share the buffer.
         """
         owner = self._turns.get(bucket.name, bucket.name)
         return self.take(f"{purpose}:{owner}", numel, bucket.grad_N.device, dtype)
@@ -169,9 +163,9 @@ class MessageBuffers:
         return held[:numel]
 
     def by_purpose(self) -> dict[str, int]:
-        """The bytes held for each purpose, of all buckets together.
+        """Total bytes of the buffers for each purpose, over all buckets.
 
-        A purpose ends at a colon; behind it is the bucket or the turn that owns the buffer.
+        In a key of `_buffers` the purpose ends at a colon; the owner's name follows (`take_own`).
         """
         held_bytes: Counter[str] = Counter()
         for (purpose, _, _), held in self._buffers.items():
@@ -189,16 +183,16 @@ def record_spec(
     whole: bool = False,
     checksum: bool = False,
 ) -> RecordSpec:
-    """The `RecordSpec` for names of the configuration.
+    """Makes a `RecordSpec` from names of the configuration.
 
     Args:
         value_dtype: dtype of the values in the records, a key of `WIRE_CODES`.
         step: the training step.
         record_format: one of `FORMAT_CODES`.
         block_size: of blocks.
-        density: of the message: `rice` makes its chunks by it.
-        whole: of `rice`: every element is sent.
-        checksum: records are sealed.
+        density: part of the elements that are sent; determines the chunk size of `rice`.
+        whole: of `rice`: every element is sent, without indices.
+        checksum: seal the records.
     """
     return RecordSpec(
         WIRE_CODES[value_dtype],
@@ -212,7 +206,7 @@ def record_spec(
 
 
 def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuffers) -> Message:
-    """Encodes the pruned bucket; a segment is dense where the requested format is not smaller.
+    """Encodes a pruned bucket; a record is dense where the requested format is not smaller.
 
     Args:
         bucket: its gradient is zero at all elements that are not sent; only read.
@@ -238,15 +232,15 @@ def encode_segments(
     *,
     residual_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encodes any pruned vector; `ops.encode` describes the arguments.
+    """Encodes the non-zero elements of any vector; `ops.encode` describes the arguments.
 
     Args:
         values_N: only read.
         segments: its pieces, and where their records begin.
-        nnz_S: int64 counts, on any device; None: the call counts.
+        nnz_S: int64 counts of non-zero elements, on any device; None: they are counted here.
         spec: the format of the records.
         out: uint8 of `ops.message_capacity` bytes. Mutated.
-        reports: receives the report of the call, which then does not wait.
+        reports: takes the report of the call, which then does not wait.
         residual_N: of quantised values, see `ops.encode`. Mutated.
 
     Returns:
@@ -256,7 +250,7 @@ def encode_segments(
     Raises:
         ExtensionError: slots are too small.
     """
-    # The encoders of Rice and on CUDA count themselves.
+    # The encoders of Rice and those on CUDA need no counts from here.
     counts_itself = spec.record_format == FORMAT_RICE or values_N.device.type == "cuda"
     if nnz_S is None and not counts_itself:
         nnz_S = _count(values_N, segments.offsets)
@@ -267,13 +261,13 @@ def encode_segments(
 def prune_encode(
     bucket: Bucket, layout: Layout, pruning: Pruning, spec: RecordSpec, buffers: MessageBuffers
 ) -> Message:
-    """Selects from a bucket and encodes what was selected, in one pass.
+    """Selects elements of a bucket by their thresholds and encodes them, in one pass.
 
     Args:
         bucket: its gradient is only read.
-        layout: the cut that the thresholds were made for.
-        pruning: what is selected, by ranges of the layout. Its residual is mutated. Its capacity
-            fixes the message's size.
+        layout: cuts the bucket into segments, and into the ranges of the thresholds.
+        pruning: what to select. Its residual is mutated. With a capacity, records lie in slots and
+            the message's size is fixed.
         spec: the format of the records.
         buffers: where the message's memory comes from.
     """
@@ -286,9 +280,9 @@ def prune_encode(
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
     sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
-    if slots is None or reports is None:  # one is None if the other is
+    if slots is None or reports is None:  # both are None, or neither
         return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
-    # In capacity mode nothing waits: the counts come with the reports.
+    # In capacity mode the CPU does not wait: `take_counts` is called when the reports are read.
     message = _message(out, bucket, layout, list(slots.sizes), spec)
     message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)
@@ -303,7 +297,7 @@ def _message(
     spec: RecordSpec,
     nnz_S: torch.Tensor | None = None,
 ) -> Message:
-    """The message whose records are in `out`; `nnz_S` None leaves its count to the reports."""
+    """Makes the `Message` of the records in `out`; without `nnz_S` the reports bring the counts."""
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
     message = Message(
         out, layout, segment_bytes, value_dtype, spec.step, counted=None, checksum=spec.checksum
@@ -329,8 +323,8 @@ def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tenso
 
 def _nonzero(values_N: torch.Tensor) -> int:
     """Counts the elements of a CPU tensor that are not zero."""
-    # As integers: numpy has no bf16, and a thread may flush denormals. Without the sign bit only
-    # 0.0 and -0.0 are zero.
+    # As integers: numpy has no bf16, and a thread may flush denormals to zero. The shift removes
+    # the sign bit: only 0.0 and -0.0 become 0.
     bits = torch.int32 if values_N.dtype == torch.float32 else torch.int16
     return int(np.count_nonzero(values_N.view(bits).numpy() << 1))
 
@@ -347,11 +341,11 @@ def decode_add_(
 
     Args:
         acc_M: fp32; element 0 is the first element of the first segment. Mutated.
-        records: uint8, exactly the records of the given segments, or their slots.
-        expected: the facts that the records must state.
+        records: uint8, exactly the records of `expected.segment_offsets`, or their slots.
+        expected: the header values that the records must have.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content.
-        reports: receives the status of the call, which then does not wait; reading the reports
-            raises the error.
+        reports: takes the status of the call, which then does not wait; their `read` raises the
+            error.
 
     Raises:
         WireFormatError: the records are not as expected; `acc_M` is as it was.
@@ -375,9 +369,9 @@ def decode_sum_(
 
     Args:
         acc_M: as of `decode_add_`; the content of the segments' part is ignored.
-        records: of each rank.
-        expected: the facts that all records must state; its rank is not read.
-        ranks: the sender of each.
+        records: of each rank, as in `decode_add_`.
+        expected: the header values that all records must have; its rank is not read.
+        ranks: the sender of each of `records`.
         reports: as of `decode_add_`.
 
     Raises:

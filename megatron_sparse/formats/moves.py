@@ -40,11 +40,10 @@ _FIELDS = (
 
 
 def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.Tensor:
-    """The record that says how far each number of `old` moved to become `new`.
+    """Encodes the moves by which each number of `old` becomes that of `new`.
 
-    The record is raw where coding would not make it smaller than the numbers; a coded one has
-    chunks, of which the same holds one by one. Takes memory for the call: as much as the numbers,
-    on CUDA twice as much.
+    The record is raw where "rans" would not be smaller; in a "rans" record each chunk may again be
+    raw. The call needs as much memory as the numbers, on CUDA twice as much.
 
     Args:
         old: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU; only read. Any number of
@@ -73,9 +72,9 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
     room_bytes = refusing(overload("moves_room"), new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
-    # Writes the record to the begin of `out`; `size` is its length.
+    # The record is at the begin of `out`; `size` is its length.
     size = call("moves_encode", old, new, epoch % 2**32, out)
-    # A copy: a view would keep the room alive, which is as large as the numbers.
+    # A copy: a view would keep all of `out` alive, which is as large as the numbers.
     return out[: int(size)].clone()
 
 
@@ -86,23 +85,23 @@ def decode_moves_(
     epoch: int,
     ranks: Sequence[int | None] | None = None,
 ) -> None:
-    """Turns each of `held`, old numbers, into the new ones that its record says, in place.
+    """Applies each record's moves to the old numbers in `held`, which become the new ones in place.
 
-    A "rans" record needs as much memory again as its numbers for the call: it is decoded aside and
-    then copied, because damage may show only at a chunk's end. On CUDA all records are decoded at
-    once, and the host waits twice: for all headers, and for all outcomes.
+    A "rans" record needs as much memory again as its numbers: it is decoded into a buffer and then
+    copied, because damage may show only at a chunk's end. On CUDA all records are decoded at once,
+    and the CPU waits twice: for all headers, and for all statuses.
 
     Args:
-        records: of each 1-D uint8, from `encode_moves`; not trusted.
-        held: for each record 1-D, contiguous, on its device: bit for bit the sender's old numbers.
-            All of one dtype on one device; none overlaps another. Mutated.
+        records: 1-D uint8 tensors from `encode_moves`; not trusted.
+        held: for each record a 1-D, contiguous tensor: bit for bit the sender's old numbers. All
+            of one dtype on the records' device; none overlaps another. Mutated.
         epoch: the senders'.
         ranks: the sender of each, for the error's text, if the caller knows it.
 
     Raises:
         WireFormatError: a record is damaged, truncated, of another epoch, dtype or length; names
-            the field of the first one. Its numbers are then unchanged. If it is a field of a
-            header, all are; else those of the other records may be new.
+            the wrong field of the first such record. Its numbers are then unchanged; those of other
+            records too if the field is in a header, else they may be new.
         ExtensionError: an argument is no such tensor.
     """
     if ranks is None:
@@ -120,19 +119,19 @@ def decode_moves_(
         dtype = GRAD_DTYPES.index(old.dtype)  # in the order of the wire's codes
         header.check_whole(old.numel(), dtype, epoch, record.numel(), rank)
         coders.append(header.flags)  # a position in `MOVES_CODERS`
-    aligned = [  # to an address that the kernels take
+    aligned = [  # the kernels need addresses that are multiples of 16
         record.clone() if record.is_cuda and record.data_ptr() % 16 else record
         for record in records
     ]
     statuses = call("moves_decode_", list(held), aligned, coders).view(-1, 2)
     for (field, where), rank in zip(statuses.tolist(), ranks, strict=True):
-        if field:  # 0 for a record that is right
+        if field:  # number of the wrong field, 0 for a right record
             expected, got = "as docs/parameters.md specifies", f"damage at {where}"
             raise wrong_field(rank, _FIELDS[field], expected, got)
 
 
 def most_bytes(numel: int, dtype: torch.dtype) -> int:
-    """The most bytes that a record of so many numbers can have.
+    """The most bytes that a record of `numel` numbers can have: those of a raw one.
 
     Example:
         >>> most_bytes(3, torch.float32)  # 64 of headers, 12 of numbers, padded to 16

@@ -32,7 +32,7 @@ def encode_difference(
     Args:
         new: 1-D, contiguous, fp32, on the CPU; only read.
         old: as long; only read.
-        bits: of a code, one of `wire.QUANTISED_BITS`.
+        bits: for each code, one of `wire.QUANTISED_BITS`.
         epoch: a number that both sides know; taken modulo 2^32.
 
     Returns:
@@ -73,19 +73,19 @@ def add_difference_(
     """
     header, _ = read_head(record, HEADER_BYTES, rank)
     check_fields(rank, ("format", FORMAT_QUANTISED, header.format))
-    bits = header.flags  # where such a record states them
+    bits = header.flags  # this format stores the bits of a code in the field flags
     if bits not in QUANTISED_BITS:
         raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), bits)
     header.check_whole(held.numel(), 0, epoch, record.numel(), rank)  # 0 is the code of fp32
     check_fields(rank, ("size", record_bytes(held.numel(), bits), record.numel()))
     field, where = call("add_quantised_", held, record, bits).tolist()
-    if field:  # 0 for a record that is right
+    if field:  # number of the wrong field, 0 for a right record
         expected, got = "as docs/quantised.md specifies", f"damage at {where}"
         raise wrong_field(rank, _FIELDS[field], expected, got)
 
 
 def record_bytes(numel: int, bits: int) -> int:
-    """The bytes of a record of so many numbers.
+    """The bytes of a record of `numel` numbers with codes of `bits` bits.
 
     Example:
         >>> record_bytes(1_000_000, 4) * 8 / 1_000_000

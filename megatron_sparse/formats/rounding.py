@@ -14,8 +14,8 @@ import torch
 def unify_nan_(values_N: torch.Tensor) -> torch.Tensor:
     """Gives every NaN the codec's bits.
 
-    One pass to read on a CPU where there is no NaN; two elementwise kernels on CUDA, without a host
-    synchronisation.
+    On a CPU this only reads the values if there is no NaN. On CUDA it launches two elementwise
+    kernels without looking first, since to look the CPU would have to wait.
 
     Args:
         values_N: fp32, bf16 or fp16. Mutated.
@@ -28,8 +28,8 @@ def unify_nan_(values_N: torch.Tensor) -> torch.Tensor:
         >>> hex(int(unify_nan_(negative).view(torch.int32)))
         '0x7fc00000'
     """
-    # A sum is NaN if a value is. Infinities of both signs make it NaN too: then the second pass is
-    # unneeded, but does no harm.
+    # A sum is NaN if a value is: one pass instead of two. Infinities of both signs make it NaN too;
+    # then `masked_fill_` changes nothing.
     if values_N.device.type != "cpu" or bool(values_N.sum(dtype=torch.float32).isnan()):
         values_N.masked_fill_(values_N.isnan(), float("nan"))
     return values_N
@@ -42,7 +42,7 @@ def round_into(target_N: torch.Tensor, source_N: torch.Tensor) -> torch.Tensor:
 
     Args:
         target_N: fp32, bf16 or fp16. Mutated.
-        source_N: as many values; may be wider.
+        source_N: as many values, in the same or a wider dtype.
 
     Returns:
         `target_N`.

@@ -80,8 +80,8 @@ class RowPart:
 
         Args:
             gradient: of this shape and dtype; only read.
-            positions: from `positions`.
-            out: uint8, `record_bytes(positions.numel())` of it. Mutated.
+            positions: which of its K stored rows to write, as the method `positions` selects them.
+            out: uint8, `record_bytes(positions.numel())` long. Mutated.
         """
         stored = positions.numel()
         header = Header(
@@ -98,7 +98,7 @@ class RowPart:
         out[:SECTIONS_AT].copy_(torch.frombuffer(head, dtype=torch.uint8))
         index_bytes, value_bytes = stored * self._index_dtype.itemsize, self._value_bytes(stored)
         values_at = SECTIONS_AT + pad16(index_bytes)
-        # The padding of both sections.
+        # Clear the padding of both sections, indices and values.
         out[SECTIONS_AT + index_bytes : values_at].zero_()
         out[values_at + value_bytes :].zero_()
         indices = out[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype)
@@ -111,9 +111,9 @@ class RowPart:
             seal_(out, records=1)
 
     def decode(self, record: torch.Tensor, rank: int) -> RowSparse:
-        """The rows of a record. They share its memory; the indices do not.
+        """Checks a record and returns its rows, which share its memory; the indices are copied.
 
-        On CUDA the host waits for the 80 bytes of headers, for the payload's sum if records are
+        On CUDA the CPU waits for the 80 bytes of headers, for the payload's sum if records are
         sealed, and for the check of the indices.
 
         Args:
@@ -149,7 +149,7 @@ class RowPart:
         return RowSparse(indices, rows, self.num_rows)
 
     def _check_indices(self, indices: torch.Tensor, rank: int) -> None:
-        """Refuses row indices that do not ascend, or are not all of this part."""
+        """Refuses row indices that do not ascend strictly, or that belong to another part."""
         outside = (indices < 0) | (indices >= self.num_rows)
         wrong = outside | (indices % self.parts != self.part)
         wrong[1:] |= indices[1:] <= indices[:-1]  # not above the one before

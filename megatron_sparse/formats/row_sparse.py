@@ -35,9 +35,9 @@ class RowSparse:
 
     @classmethod
     def from_coo(cls, gradient: torch.Tensor) -> RowSparse:
-        """Takes a torch sparse COO gradient [num_rows, D] that `check_coo` takes, coalesced or not.
+        """Converts a torch sparse COO gradient [num_rows, D], coalesced or not (see `check_coo`).
 
-        Repeated rows are summed in the order in which they stand.
+        Rows of the same index are summed in their order in the gradient.
 
         Raises:
             ExtensionError: an index is out of range.
@@ -60,14 +60,14 @@ class RowSparse:
             self.rows_KD,
             (self.num_rows, self.rows_KD.shape[1]),
             is_coalesced=True,
-            check_invariants=False,  # done when the pairs were made
+            check_invariants=False,  # `RowSparse` holds checked indices only
         )
 
 
 def check_coo(gradient: torch.Tensor) -> None:
-    """Refuses a gradient that `RowSparse.from_coo` cannot take; looks at no element.
+    """Raises an error for a gradient that `RowSparse.from_coo` cannot convert; reads no element.
 
-    It takes those that `torch.nn.Embedding(sparse=True)` makes: one sparse dimension, one dense.
+    It converts those of `torch.nn.Embedding(sparse=True)`: one sparse dimension, one dense.
 
     Raises:
         ExtensionError: another layout, shape, dtype or device.
@@ -96,11 +96,11 @@ def check_coo(gradient: torch.Tensor) -> None:
 
 
 def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSparse:
-    """Sorts rows by index and sums those of the same index, in the order in which they stand.
+    """Sorts rows by index and sums the rows of each index, in their order in `rows`.
 
-    O(K log K) comparisons of indices and one pass over the rows. Where the indices ascend already,
-    one comparison for each, and the result shares memory. Sums are taken in fp32 and rounded once;
-    a row that occurs once keeps its bits.
+    Takes O(K log K) comparisons of indices and one pass over the rows. If the indices already
+    ascend, each is compared once and the result shares memory with the arguments. Sums are taken in
+    fp32 and rounded once; a row that occurs once keeps its bits.
 
     Args:
         indices: int64 [K], in any order, repeated or not.

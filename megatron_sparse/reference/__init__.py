@@ -1,4 +1,4 @@
-"""Slow oracles, one for each op: written to be read. Imported by tests and benches only."""
+"""Slow oracles, one for each op: tests compare their results with the ops', bit for bit."""
 
 import torch
 

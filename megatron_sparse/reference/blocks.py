@@ -18,11 +18,11 @@ from megatron_sparse.wire import BLOCKS_SUBHEADER, blocks_payload_bytes, pad16, 
 
 
 def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> bytes:
-    """The sections of one segment.
+    """Encodes one segment; returns the sections of its record.
 
     Args:
-        values_N: the segment's elements, in the wire's dtype; elements not kept are sent as 0.
-        kept_N: bool, which of them travel.
+        values_N: the segment's elements, in the record's dtype.
+        kept_N: bool, the elements to send; the others of a block are sent as 0.
         block_size: elements of a block.
     """
     sent_N = values_N.clone()
@@ -41,7 +41,9 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> byt
 
 
 def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.Tensor]:
-    """The elements of the blocks, ascending, and their values.
+    """Decodes the sections of a record; returns the elements of its blocks, and their values.
+
+    The elements ascend, and include those that are 0.
 
     Raises:
         WireFormatError: names the field that is wrong.

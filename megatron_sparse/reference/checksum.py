@@ -47,7 +47,7 @@ def _with_sums(message: bytes, sign: int) -> bytes:
     while position + HEADER_BYTES <= len(data):
         (size,) = struct.unpack_from("<Q", data, position + _SIZE_AT)
         begin, end = position + HEADER_BYTES, position + HEADER_BYTES + size
-        if end > len(data) or size % 16:  # no size that a record can have
+        if end > len(data) or size % 16:  # a damaged size: where the next record begins is unknown
             break
         (checksum,) = struct.unpack_from("<I", data, position + _CHECKSUM_AT)
         checksum += sign * mixed_sum(message[begin:end])

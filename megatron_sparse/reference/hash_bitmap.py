@@ -18,14 +18,14 @@ def encode(
     offset: int,
     step: int,
 ) -> bytes:
-    """The record of the partition whose elements, in the order of their positions, are given.
+    """Encodes one partition of a segment as a record.
 
-    A bitmap and the values that are not zero, or all values where that is not larger.
+    Its payload is a bitmap and the non-zero values, or all values where these are not larger.
 
     Args:
         gradient: the whole segment, as in the paper.
-        elements: of the partition.
-        hash_fields: partition, partitions and seed of the hash.
+        elements: those of the partition, in the order of their positions.
+        hash_fields: number of the partition, number of partitions, and seed of the hash.
         offset: the segment's first element in the bucket.
         step: the step.
     """

@@ -16,8 +16,8 @@ ROUNDS = 4
 def permute(element: int, numel: int, seed: int) -> int:
     """The position of an element under the keyed permutation of [0, numel).
 
-    Four rounds permute the numbers of `bits` bits; they are repeated until the result is below
-    numel, which makes it a permutation of [0, numel). Every step can be undone.
+    The rounds permute the numbers of `bits` bits. A result of numel or more is permuted again until
+    one is below numel, which makes this a permutation of [0, numel). Every step can be undone.
     """
     bits = max((numel - 1).bit_length(), 1)
     mask, shift = 2**bits - 1, (bits + 1) // 2
@@ -45,9 +45,9 @@ def hierarchical_hash(
     rehashes: int,
     seed: int,
 ) -> tuple[list[list[int]], int, int]:
-    """Algorithm 1, line by line, one entry after the other.
+    """Groups entries by partition with Algorithm 1, one entry after the other.
 
-    An entry tries `rehashes` parallel slots, one after the other, then takes the next serial slot.
+    An entry takes the first free one of `rehashes` hashed slots, or else the next serial slot.
 
     Args:
         indices: the element of each entry.
@@ -69,7 +69,7 @@ def hierarchical_hash(
     grown = 0
     for entry, (index, p) in enumerate(zip(indices, partition, strict=True)):
         for trial in range(rehashes + 1):
-            if trial == rehashes:
+            if trial == rehashes:  # all hashed slots were taken
                 slot = next_serial[p]
                 next_serial[p] += 1
                 if slot == len(memory[p]):

@@ -32,9 +32,9 @@ _FORMATS = (FORMAT_DENSE, FORMAT_COO, *_DECODERS)
 def encode(
     grad_N: torch.Tensor, segments: Segments, nnz_S: torch.Tensor, spec: RecordSpec
 ) -> list[bytes]:
-    """The record of each segment: dense, unless a wanted sparse format is smaller.
+    """Encodes each segment as a record: dense, unless a sparse format of `spec` is smaller.
 
-    Arguments as of `cuda_ext.ops.encode`. Of two formats of the same size the first one wins.
+    Arguments as of `cuda_ext.ops.encode`. Of two sparse formats of equal size the first is taken.
     """
     value_dtype, wanted_format = spec.value_dtype, spec.record_format
     records = []
@@ -42,13 +42,13 @@ def encode(
         pairwise(segments.offsets.tolist()), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
         grad = grad_N[begin:end]
-        kept = grad.ne(0)  # before rounding, which may give zeros
+        kept = grad.ne(0)  # also if rounding below makes an element zero
         values = grad
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
         chosen, payload = FORMAT_DENSE, padded(values)
         wanted = (FORMAT_COO, FORMAT_PICI) if wanted_format == FORMAT_ADAPTIVE else (wanted_format,)
-        for sparse in wanted if not keep else ():  # what must be kept whole stays dense
+        for sparse in wanted if not keep else ():  # a kept segment is always dense
             candidate = _sections(sparse, values, kept, spec)
             if len(candidate) < len(payload):
                 chosen, payload = sparse, candidate
@@ -62,7 +62,7 @@ def encode(
 
 
 def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: int) -> None:
-    """Adds the records to fp32 `acc_M`; arguments as of `cuda_ext.ops.decode_add_`.
+    """Adds a message's records to fp32 `acc_M`; arguments as of `cuda_ext.ops.decode_add_`.
 
     Raises:
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
@@ -74,7 +74,7 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
         dtype, formats = expected.value_dtype, _FORMATS
         if dtype in RICE_BITS and header.format != FORMAT_RICE:
-            # Segments that are always sent whole: one record dense in bf16, whatever the others.
+            # A kept segment's record is dense in bf16 where the other records are quantised.
             dtype, formats = BF16, (FORMAT_DENSE,)
         available = len(message) - position
         header.check(dtype, end - begin, begin, expected.step, available, rank, formats)
@@ -89,13 +89,13 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
 def _sections(
     record_format: int, values: torch.Tensor, kept: torch.Tensor, spec: RecordSpec
 ) -> bytes:
-    """What follows the header of a segment's record; quantised values have an oracle of their own.
+    """The payload of one segment's record, of values that are not quantised (see `rice_message`).
 
     Args:
         record_format: Pici, blocks, dense, Rice, or else COO: all kept positions, then all values.
-        values: the segment's elements, in the dtype of the wire.
-        kept: bool, which of them travel; ignored by a dense record.
-        spec: the order inside a tile of Pici, the size of a block, the span of a chunk of Rice.
+        values: the segment's elements, in the record's dtype.
+        kept: bool, the elements to send; ignored by a dense record.
+        spec: the order inside a tile of Pici, the size of a block, the chunk size of Rice.
     """
     if record_format == FORMAT_PICI:
         return pici.encode(values, kept, linear=not spec.paper_order)

@@ -56,11 +56,14 @@ def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
 
 
 def base_exponent(old: np.ndarray, dtype: int) -> int:
-    """The exponent of context 0: at most one of 256 sampled numbers lies above context 15."""
+    """The exponent that belongs to context 0, from a sample; 16 contexts cover 16 exponents.
+
+    At most one in 256 sampled numbers may have an exponent above that of context 15.
+    """
     count = min(SAMPLES, old.size)
     sampled = old[np.arange(count) * old.size // count]  # evenly spread
     counts = np.bincount(exponents(sampled, dtype), minlength=256)
-    top, above = 255, 0  # context 15 goes down while few enough numbers lie above it
+    top, above = 255, 0  # the exponent of context 15, and how many numbers lie above it
     while top > 0 and above + counts[top] <= count // 256:
         above += counts[top]
         top -= 1
@@ -73,9 +76,9 @@ def contexts(old: np.ndarray, base: int, dtype: int) -> np.ndarray:
 
 
 def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Symbol, number of raw bits and raw bits of each move; `z` are moves in zigzag order.
+    """Splits each move `z` (in zigzag order) into a symbol, a number of raw bits, and these bits.
 
-    Below 16 the symbol is the move itself; then there are two symbols for each power of two.
+    Below 16 the symbol is `z` itself; from 16 on there are two symbols for each power of two.
 
     Example:
         >>> [int(a[0]) for a in symbols(np.array([23]))]  # 16 to 23 are 16 and three raw bits
@@ -83,15 +86,16 @@ def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     log2 = np.frexp(z.astype(np.float64))[1] - 1  # exact: fewer than 53 bits
     raw_bits = np.where(z < DIRECT, 0, log2 - 1)
-    # From 16 on `z >> raw_bits` is 2 or 3, the two highest bits; the 8 makes 16 the symbol of 16.
+    # From 16 on `z >> raw_bits` is 2 or 3, the two highest bits; adding 8 gives z = 16 symbol 16.
     symbol = np.where(z < DIRECT, z, 2 * raw_bits + 8 + (z >> raw_bits))
     return symbol, raw_bits, z & (1 << raw_bits) - 1
 
 
 def quantise(counts: np.ndarray) -> np.ndarray:
-    """Scales counts to frequencies with the sum 2^SCALE_BITS; symbols that occur get at least 1.
+    """Scales counts of symbols to frequencies that sum to 2^SCALE_BITS, as rANS needs.
 
-    Without any count all are 0. What rounding leaves over goes to the largest ones.
+    A symbol that occurs gets at least 1. If rounding misses the sum, the largest frequencies are
+    changed. Without any count all are 0.
     """
     total = int(counts.sum())
     frequencies = np.zeros(counts.size, np.int64)
@@ -112,10 +116,10 @@ def quantise(counts: np.ndarray) -> np.ndarray:
 def rans_encode(
     z: np.ndarray, context: np.ndarray, frequencies: np.ndarray, starts: np.ndarray
 ) -> bytes:
-    """A coded chunk without padding: the states from which decoding begins, then its words.
+    """Encodes a chunk by rANS: the states from which decoding begins, then its words; no padding.
 
     The decoder reads, for every 32 numbers, the words of all states for the symbols, then those for
-    the lower 16 raw bits, then those for the upper ones. So the encoder does all this backwards.
+    the lower 16 raw bits, then those for the upper ones. rANS encodes in the reverse of that order.
     Suffix L: a lane for each of the 32 states.
 
     Args:
@@ -127,11 +131,11 @@ def rans_encode(
     words: list[np.ndarray] = []
     state = np.full(STATES, LOWEST_STATE, np.int64)
 
-    def emit(wanting: np.ndarray) -> None:
-        """Moves the lower 16 bits of the `wanting` states to the words: these are too full."""
+    def emit(full: np.ndarray) -> None:
+        """Moves the lower 16 bits of the `full` states, which have no room left, to the words."""
         nonlocal state
-        words.append((state & 0xFFFF)[wanting])
-        state = np.where(wanting, state >> 16, state)
+        words.append((state & 0xFFFF)[full])
+        state = np.where(full, state >> 16, state)
 
     symbol, raw_bits, raw = symbols(z)
     for begin in reversed(range(0, z.size, STATES)):
@@ -162,9 +166,10 @@ def checksum(body: bytes) -> int:
 
 
 def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
-    """The record that says how `old` became `new`, both given as unsigned bit patterns.
+    """Encodes the moves from `old` to `new`, both given as unsigned bit patterns.
 
-    Each chunk is coded by rANS or raw, whichever is shorter; so is the whole record.
+    Each chunk of a "rans" record is coded by rANS or raw, whichever is shorter. Where the "rans"
+    record would not be shorter than the raw numbers, the record is "raw".
     """
     old, new = old.astype(np.int64), new.astype(np.int64)
     raw = padded(_raw(new, dtype))
@@ -188,7 +193,7 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
     body = SUB_HEADER.pack(0, chunks, len(table), base, 0, 0, 0) + sections
-    body = struct.pack("<I", checksum(body)) + body[4:]  # in place of the first 0
+    body = struct.pack("<I", checksum(body)) + body[4:]  # replaces the first field, so far 0
     header = Header(
         FORMAT_MOVES, dtype, old.size, 0, len(body), 0, epoch, flags=MOVES_CODERS.index(coder)
     )
@@ -204,7 +209,7 @@ def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
     """The frequency of each symbol (column) in each context (row), each row from `quantise`."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
     key, extra = context * count + symbol, 0
-    if z.size > COUNT_ALL:  # every fourth block; symbols may be missed, so each counts once more
+    if z.size > COUNT_ALL:  # counts every fourth block; adds 1 each, as symbols may be missed
         key, extra = key[np.arange(z.size) // COUNT_BLOCK % COUNT_STRIDE == 0], 1
     counts = np.bincount(key, minlength=CONTEXTS * count) + extra
     return np.stack([quantise(row) for row in counts.reshape(CONTEXTS, count)])

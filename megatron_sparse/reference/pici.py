@@ -19,15 +19,15 @@ TILE, SIDE = 4096, 64
 
 
 def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> bytes:
-    """The sections of one segment.
+    """Encodes one segment; returns the sections of its record.
 
     Args:
-        values_N: the segment's elements, in the dtype of the wire.
-        kept_N: bool, which of them travel.
+        values_N: the segment's elements, in the record's dtype.
+        kept_N: bool, the elements to send.
         linear: the order inside a tile; false is the paper's.
     """
     kept = kept_N.tolist()
-    words, prefix, order = [], [0], []  # `order`: the kept elements as their values travel
+    words, prefix, order = [], [0], []  # `order`: the kept elements in the order of their values
     for begin in range(0, len(kept), TILE):
         for word in range(SIDE):
             bits = 0
@@ -46,7 +46,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
 
 
 def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.Tensor]:
-    """The elements that travel, in the order of their values, and the values.
+    """Decodes a record's sections; returns its elements, in the order of the values, and values.
 
     Raises:
         WireFormatError: prefix sums do not fit the words, or a bit lies beyond the segment's end.

@@ -41,7 +41,7 @@ _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 class Grid:
     """A set of values: `precision` bits of mantissa, no step under 2^`least_step`, up to `limit`.
 
-    `fixed_step` says whether values under the smallest normal one use the other comparison.
+    `fixed_step`: under the smallest normal value, rounding compares as the file's head says.
     """
 
     precision: int
@@ -64,7 +64,7 @@ def grid_of(*dtype_codes: int) -> Grid:
 
 
 def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> torch.Tensor:
-    """Rounds finite fp32 values to `grid`, stochastically or (without bits) to nearest even.
+    """Rounds finite fp32 values to `grid`, stochastically by `random_N` or else to nearest even.
 
     Args:
         x_N: finite, fp32.
@@ -97,10 +97,10 @@ def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> to
 def prune(
     grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, first_index: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new gradient, the new residual and the non-zero counts; mutates nothing.
+    """Prunes; returns the new gradient, the new residual and the non-zero counts nnz_R.
 
-    Args and dtypes are those of `cuda_ext.ops.prune_`; `first_index` is the index in the bucket of
-    element 0, for looking at a part of one.
+    Mutates nothing. Args and dtypes are those of `cuda_ext.ops.prune_`; `first_index` is the index
+    in the bucket of element 0, if `grad_N` is a part of one.
     """
     residual_N, range_offsets, key = pruning.residual_N, pruning.range_offsets, pruning.key
     lengths = range_offsets.diff()
@@ -119,26 +119,26 @@ def prune(
         tied = (x_N.abs() == threshold_N) & (threshold_N > 0)
         drop &= ~(tied & drawn)
 
-    finite_x = torch.where(finite, x_N, 0)  # infinity and NaN are sent as they are, below
+    finite_x = torch.where(finite, x_N, 0)  # infinity and NaN are not rounded: see `out` below
     random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None  # None: to nearest
-    kept = round_to(finite_x, grid_of(CODE_OF[grad_N.dtype], wire_dtype), random)
-    out = torch.where(finite, kept, x_N)
+    rounded = round_to(finite_x, grid_of(CODE_OF[grad_N.dtype], wire_dtype), random)
+    out = torch.where(finite, rounded, x_N)
     out = torch.where(drop, 0, out)
-    remainder = torch.where(finite, x_N - kept, 0)
-    rest = torch.where(drop, x_N * torch.tensor(pruning.leak, dtype=torch.float32), remainder)
+    error = torch.where(finite, x_N - rounded, 0)
+    leaked = x_N * torch.tensor(pruning.leak, dtype=torch.float32)
+    new_residual = residual_in(residual_N.dtype, torch.where(drop, leaked, error), key, index_N)
 
     counts = [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())]
     nnz_R = torch.tensor(counts, dtype=torch.int64)
-    rest_N = residual_in(residual_N.dtype, rest, key, index_N)
-    return with_one_nan(out, grad_N.dtype), rest_N, nnz_R
+    return with_one_nan(out, grad_N.dtype), new_residual, nnz_R
 
 
 def residual_in(
     dtype: torch.dtype, rest_K: torch.Tensor, key: int, index_K: torch.Tensor
 ) -> torch.Tensor:
-    """Converts what is left of elements to the residual's dtype.
+    """Converts new residuals of some elements to the residual's dtype.
 
-    The key's random bits round to bf16; a negative key rounds to nearest even.
+    Rounds to bf16 by random bits of the key; with a negative key, to nearest even.
     """
     if dtype == torch.bfloat16:
         random_K = counter_hash(key, DRAW_RESIDUAL, index_K) if key >= 0 else None
@@ -160,10 +160,10 @@ def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def prune_limited(
     grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, segment_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prunes to a capacity: the sent values, in the wire's dtype, and the new residual.
+    """Prunes to a capacity; returns the sent values, in the record's dtype, and the new residual.
 
-    Mutates nothing. The module's docstring has the rule for elements beyond the capacity. Args are
-    those of `cuda_ext.ops.prune_encode`.
+    Mutates nothing. The file's head has the rule for elements beyond the capacity. Args are those
+    of `cuda_ext.ops.prune_encode`.
     """
     pruned_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
     leak, key, capacity_S = pruning.leak, pruning.key, pruning.capacity_S
@@ -173,7 +173,7 @@ def prune_limited(
         pairwise(segment_offsets.tolist()), capacity_S.tolist(), strict=True
     ):
         nonzero_K = out_N[start:stop].nonzero().squeeze(1) + start
-        over_K = nonzero_K[most:]  # not sent, for lack of room
+        over_K = nonzero_K[most:]  # beyond the capacity: not sent
         x_K = out_N[over_K].float() + rest_N[over_K].float()
         finite_K = x_K.isfinite()
         left_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)

@@ -34,7 +34,7 @@ def scale_value(scale: int) -> np.float32:
 
 
 def quantise_group(values: np.ndarray, bits: int) -> tuple[int, np.ndarray]:
-    """Bits of the scale, and the codes, of a group of fp32 numbers.
+    """Quantises a group of fp32 numbers; returns the bits of its bf16 scale, and int64 codes.
 
     Example:
         >>> scale, codes = quantise_group(np.array([7, -3.4, 0.5, 0], np.float32), 4)
@@ -58,7 +58,7 @@ def dequantise(scale: int, codes: np.ndarray) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, bits: int) -> bytes:
-    """The codes of a whole group; with 4 bits byte j has codes j (low) and j + 64."""
+    """The bytes of a group's 128 codes; with 4 bits, byte j has code j (lower half) and j + 64."""
     if bits == 8:
         return codes.astype(np.int8).tobytes()
     low, high = codes.reshape(2, -1) & 15
@@ -89,7 +89,7 @@ def encode(new: np.ndarray, old: np.ndarray, bits: int, epoch: int) -> bytes:
         scales += struct.pack("<H", scale)
         codes += pack(found, bits)
     body = SUB_HEADER.pack(0, GROUP, 0) + scales.ljust(pad16(len(scales)), b"\0") + codes
-    body = struct.pack("<I", checksum(body)) + body[4:]
+    body = struct.pack("<I", checksum(body)) + body[4:]  # replaces the first field, so far 0
     header = Header(FORMAT_QUANTISED, 0, new.size, 0, len(body), 0, epoch, flags=bits)
     return header.pack() + body
 

@@ -1,9 +1,11 @@
 """Records of the format Rice, chunk by chunk in NumPy: the oracle of the codec.
 
 docs/wire-format.md specifies the record. A chunk is 2^log2_span elements of the segment, the last
-one may be shorter. Its words are the values of its entries, in element order, then the gaps between
-them in Rice's code. Numbers of few bits are stored as planes: word p of 32 numbers has bit p of
-number i as its bit i. Cost: docs/wire-format.md.
+one may be shorter. An entry is an element that is sent. A chunk's words (32 bits) are the values of
+its entries, in element order, then the gaps between their elements in Rice's code: the lower r bits
+of each as a remainder, the rest as a quotient in unary. Numbers of few bits are stored as planes:
+word p of 32 numbers has bit p of number i as its bit i. The table has, for each chunk, the entries
+and words before it.
 """
 
 from __future__ import annotations
@@ -37,27 +39,23 @@ SUB_HEADER = struct.Struct("<BBHIQ")
 
 
 def encode(
-    x_K: torch.Tensor,
-    index_K: torch.Tensor,
-    place: range,
-    spec: RecordSpec,
-    nnz: int | None = None,
+    x_K: torch.Tensor, index_K: torch.Tensor, place: range, spec: RecordSpec, nnz: int | None = None
 ) -> tuple[bytes, torch.Tensor]:
-    """The record of K entries, and what they lose.
+    """Encodes K entries of a segment; returns the record, and the residual of each entry.
 
     Args:
         x_K: values of the entries, fp32 where they are to be quantised.
         index_K: int64, their elements in the segment, ascending; without indices all elements.
-        place: the segment's elements in the bucket.
-        spec: how the entries are written.
-        nnz: the header's; None for K.
+        place: the range of the segment's elements in the bucket.
+        spec: dtype, chunk size and step of the record.
+        nnz: the count for the header; None for K.
 
     Returns:
-        Header and sections; and fp32 residual_K, x less what every decoder adds, 0 where that is
-        infinite or NaN.
+        Header and sections; and fp32 residual_K, x minus the value that decoders add, 0 where that
+        value is infinite or NaN.
     """
     numel, span, index = len(place), 1 << spec.log2_span, index_K.numpy()
-    # A row of the table: entries and words before a chunk. Empty arrays are for no chunks at all.
+    # The empty arrays are for a segment without chunks: `np.concatenate` needs at least one.
     table, word_arrays, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
     for begin in range(0, numel, span):
         first, last = np.searchsorted(index, (begin, begin + span))
@@ -88,11 +86,11 @@ def encode(
 
 
 def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements that a record holds, int64 and ascending, and their fp32 values.
+    """Decodes a record; returns its elements, int64 and ascending, and their fp32 values.
 
     Args:
         header: the record's, checked.
-        payload: what the header announces.
+        payload: the bytes after the header.
         rank: the sender, for the error's text.
 
     Raises:
@@ -116,7 +114,7 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, tor
 
 
 def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordSpec, int]:
-    """Checks the sub-header; returns how the record is written, and the words of all chunks."""
+    """Checks the sub-header; returns the record's spec, and the number of words of all chunks."""
     has_indices, log2_span, zero, chunks, total_words = SUB_HEADER.unpack_from(payload)
     if has_indices > 1 or log2_span not in RICE_SPANS or zero:
         expected = f"0 or 1, {RICE_SPANS[0]} to {RICE_SPANS[-1]}, 0"
@@ -140,18 +138,18 @@ def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordS
 def _read_table(
     header: Header, payload: bytes, spec: RecordSpec, total_words: int, rank: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Reads and checks the table; that of a record without indices follows from its length.
+    """Reads and checks the table, or computes it for a record without indices, which stores none.
 
     Returns:
-        Entries and words before each chunk, and in all of them; and the byte of the payload at
-        which the words begin.
+        (entries, words) before each chunk, and last those of all chunks; and the byte of the
+        payload at which the words begin.
     """
     span = 1 << spec.log2_span
     chunks = -(-header.numel // span)
     if spec.without_indices:
         sizes = [min(span, header.numel - span * chunk) for chunk in range(chunks)]
         words = [rice_value_words(size, spec.value_dtype) for size in sizes]
-        entries_before, words_before = (accumulate(each, initial=0) for each in (sizes, words))
+        entries_before, words_before = accumulate(sizes, initial=0), accumulate(words, initial=0)
         total_entries, words_at = header.numel, SUB_HEADER.size
     else:
         numbers = struct.unpack_from(f"<{2 * (chunks + 1)}I", payload, SUB_HEADER.size)
@@ -177,10 +175,10 @@ class WrongWords(ValueError):
 
 
 def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
-    """The words of the gaps between K ascending elements of a chunk of `numel`.
+    """Encodes the gaps between K ascending elements of a chunk of `numel` in Rice's code.
 
-    Example:
-        >>> words = index_words(np.array([1, 2, 9]), 16)  # gaps 1, 0, 6; r = 2: 1, 0, 2 and 0, 0, 1
+    Example: gaps 1, 0, 6 and r = 2 give remainders 1, 0, 2 and quotients 0, 0, 1.
+        >>> words = index_words(np.array([1, 2, 9]), 16)
         >>> [bin(word) for word in words]
         ['0b1', '0b100', '0b1011']
     """
@@ -197,7 +195,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
 
 
 def planes(numbers_K: np.ndarray, bits: int) -> np.ndarray:
-    """Bit planes: `bits` words for each 32 numbers, the last ones filled up with zeros.
+    """Packs numbers into bit planes: `bits` words for each 32 numbers, the last ones zero-padded.
 
     Example:
         >>> planes(np.array([1, 2, 3]), 2).tolist()
@@ -205,14 +203,14 @@ def planes(numbers_K: np.ndarray, bits: int) -> np.ndarray:
     """
     padded = np.zeros(_planes_of(numbers_K.size) * PLANE, np.uint32)
     padded[: numbers_K.size] = numbers_K
-    # [groups of 32, bits, 32]: one bit of one number in each place.
+    # rows[g, p, i] is bit p of number i of the g-th 32.
     rows = padded.reshape(-1, 1, PLANE) >> np.arange(bits, dtype=np.uint32).reshape(1, -1, 1) & 1
     packed = np.packbits(rows.astype(np.uint8).reshape(-1, PLANE), axis=1, bitorder="little")
     return packed.view("<u4").reshape(-1)
 
 
 def value_words(x_K: torch.Tensor, spec: RecordSpec) -> tuple[np.ndarray, np.ndarray]:
-    """The words of a chunk's values, and the fp32 values that they stand for.
+    """Encodes a chunk's values; returns the words, and the fp32 values that a decoder reads there.
 
     Quantised values take a word for the scale of each group, then the planes of its codes.
     """
@@ -239,7 +237,7 @@ def read_chunk(
 
     Args:
         words: those of the chunk: values, remainders of the gaps, their quotients in unary.
-        entries: how many there are.
+        entries: how many entries the chunk has.
         numel: elements of the chunk.
         spec: how the record is written.
 
@@ -251,7 +249,7 @@ def read_chunk(
         return np.arange(numel), _read_values(words, entries, spec.value_dtype)
     r = rice_parameter(numel, entries) if entries else 0
     unary_at = values_end + r * _planes_of(entries)
-    # A chunk with entries has a word of unary code at least, and one without has no word at all.
+    # A chunk with entries has at least one word of unary code; one without entries has no words.
     fits = len(words) > unary_at if entries else len(words) == 0
     if not fits:
         raise WrongWords(f"{len(words)} words for {entries} entries")
@@ -274,7 +272,7 @@ def read_chunk(
 
 
 def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
-    """The fp32 values at the begin of a chunk's words, quantised ones group by group."""
+    """Decodes the `count` fp32 values at the begin of a chunk's words."""
     if count == 0:
         return np.zeros(0, np.float32)
     if value_dtype not in RICE_BITS:
@@ -291,7 +289,7 @@ def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
 
 
 def from_planes(words: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `planes`: uint32 numbers, with those that fill up the last 32."""
+    """The inverse of `planes`: uint32 numbers, the zeros that pad the last 32 included."""
     if bits == 0:
         return np.zeros(0, np.uint32)
     rows = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, bits, PLANE)

@@ -1,8 +1,8 @@
 """Messages of Rice records: the oracle of `encode` and `prune_encode` with this format.
 
-Quantised, the values of a segment are x = fl32(v + e): v is what pruning selects, e the residual
-afterwards, which holds the rounding error of a narrow gradient. What x loses goes back to e. Raw
-values are sent as they are, in a dense record where that is not larger.
+The values to quantise are x = fl32(v + e): v is what pruning selects, e the residual afterwards,
+which holds the rounding error of a narrow gradient. The quantisation error of x becomes the new e.
+Raw (not quantised) values v are sent alone, in a dense record where that is not larger.
 `reference.message.decode_add_` reads the messages.
 """
 
@@ -33,7 +33,7 @@ from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
 def prune_encode(
     grad_N: torch.Tensor, pruning: Pruning, segments: Segments, spec: RecordSpec
 ) -> tuple[list[bytes], torch.Tensor]:
-    """The record of each segment, and the new residual; mutates nothing.
+    """Prunes and encodes; returns each segment's record, and the new residual. Mutates nothing.
 
     Args are those of `cuda_ext.ops.prune_encode`.
     """
@@ -52,15 +52,15 @@ def encode_segments(
     spec: RecordSpec,
     key: int = -1,
 ) -> tuple[list[bytes], torch.Tensor]:
-    """Returns the record of each segment, and the new residual; mutates nothing.
+    """Encodes a pruned vector; returns each segment's record, and the new residual.
 
-    Raw values leave the residual as it is, and go the way of other formats.
+    Mutates nothing. Raw values leave the residual unchanged.
 
     Args:
-        values_N: the values to send, 0 for elements without an entry.
-        residual_N: fp32 or bf16; quantised values take it along and leave their rest in it.
-        segments: the pieces.
-        spec: how they are written.
+        values_N: the values to send, 0 for elements that are not sent.
+        residual_N: fp32 or bf16; added to values that are quantised, whose error replaces it.
+        segments: the pieces of the vector.
+        spec: dtype, chunk size and step of the records.
         key: of the random bits that round a bf16 residual; negative for rounding to nearest.
     """
     residual_N = residual_N.clone()
@@ -91,10 +91,10 @@ def encode_segments(
 def _kept_record(
     x_M: torch.Tensor, piece_M: torch.Tensor, begin: int, spec: RecordSpec
 ) -> tuple[bytes, torch.Tensor]:
-    """The dense record in bf16 of a segment that is always sent whole, and what x loses.
+    """Encodes a kept segment as a dense record in bf16; returns it, and the rounding error of x.
 
-    Each value is rounded alone, to nearest even, and stays finite. Levels of a group would differ
-    between ranks that have only some of the group's parameters in common, and copies of these
+    Each value is rounded alone, to nearest even, and stays finite. In quantised groups the scale
+    would differ between ranks that share only some parameters of a group, and their copies of these
     parameters would drift apart.
     """
     finite_M = x_M.isfinite()

@@ -1,4 +1,4 @@
-"""The quantiser of Rice records, group by group in NumPy, and what it leaves in the residual.
+"""The quantiser of Rice records, group by group in NumPy: an oracle.
 
 docs/wire-format.md specifies it. All arithmetic is fp32, each operation rounded to nearest even.
 A group of at most 128 values has a base and a step, both bf16. A code is a sign and a number j from
@@ -22,12 +22,12 @@ FITTED = {3: (np.float32(0.35), np.float32(1.1)), 2: (np.float32(0.6), np.float3
 
 @dataclass(frozen=True)
 class QuantisedGroup:
-    """A group on the wire, and its two halves of x.
+    """A quantised group of values x, and its quantisation error.
 
     Attributes:
         scale_word: bits of base, upper half, and of step, lower half.
         codes: uint32, sign << (bits - 1) | j.
-        sent: fp32, what every decoder makes of it.
+        sent: fp32, the values that every decoder computes from scale and codes.
         residual: fp32, x - sent; 0 where sent is NaN.
     """
 
@@ -48,7 +48,7 @@ def down(value: np.float32) -> np.float32:
 
 
 def up(value: np.float32) -> np.float32:
-    """The bf16 of a number that is not negative, rounded away from 0.
+    """Rounds a number that is not negative to bf16, away from 0.
 
     Example:
         >>> float(up(np.float32(1.001))), float(down(np.float32(1.001)))
@@ -58,7 +58,7 @@ def up(value: np.float32) -> np.float32:
 
 
 def mean_of(magnitude_K: np.ndarray) -> np.float32:
-    """The mean in fp32, added as a tree: half of 128 to the other half, seven times."""
+    """The mean in fp32; as in the kernels, one half of 128 is added to the other, seven times."""
     tree = np.zeros(GROUP, np.float32)
     tree[: magnitude_K.size] = magnitude_K
     while tree.size > 1:
@@ -72,14 +72,14 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
     Args:
         magnitude_K: fp32, 1 to 128 of them.
         bits: of a code.
-        indices: whether the record has indices. The levels of one without begin at 0.
+        indices: whether the record has indices; if not, every element is sent, and base is 0.
     """
     levels, high, low = np.float32(levels_of(bits)), magnitude_K.max(), magnitude_K.min()
     base = np.float32(0)
     if not indices:
         step = high / levels
     elif bits in FITTED:
-        a, b = FITTED[bits]  # levels near the mean
+        a, b = FITTED[bits]  # base is about low + a (mean - low), step b (mean - low)
         spread = mean_of(magnitude_K) - low
         base = down(min(low + a * spread, np.float32(2) * low))
         # The second term keeps the largest magnitude below twice its level.
@@ -88,13 +88,13 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
         base = down(low)
         step = (high - base) / levels
     step = up(step) if step > 0 else np.float32(0)
-    with np.errstate(over="ignore"):  # an infinite product is not below the step
+    with np.errstate(over="ignore"):  # an overflow to infinity compares right
         base = np.float32(0) if base * BASE_LIMIT < step else base
     return _bits(base) | _bits(step) >> 16
 
 
 def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
-    """Quantises a group of up to 128 fp32 values; one of 2^120 or more, or NaN, makes all NaN.
+    """Quantises a group of up to 128 fp32 values; with NaN or 2^120 or more in it, all become NaN.
 
     Example:
         >>> group = quantise(np.array([1.0, -1.25, 8.0], np.float32), 4, indices=True)
@@ -110,7 +110,7 @@ def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
         return QuantisedGroup(NAN_WORD, codes, sent, np.zeros_like(x_K))
     scale_word = scale_of(magnitude_K, bits, indices=indices)
     base, step = base_and_step(scale_word)
-    # Without a step the base is the only level.
+    # With step 0 the base is the only level: dividing by infinity gives every value j = 0.
     quotient = (magnitude_K - base) / (step if step > 0 else np.float32(np.inf))
     j = np.clip(np.rint(quotient), 0, levels_of(bits)).astype(np.uint32)
     codes = np.signbit(x_K).astype(np.uint32) << (bits - 1) | j
@@ -119,13 +119,13 @@ def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
 
 
 def dequantise(scale_word: int, codes: np.ndarray, bits: int) -> np.ndarray:
-    """The fp32 numbers that codes stand for. Product and sum are rounded apart, without FMA.
+    """Decodes codes to fp32 numbers; product and sum are each rounded (no fused multiply-add).
 
     The highest of a code's bits is the sign; the others are the level.
     """
     base, step = base_and_step(scale_word)
     j = (codes & levels_of(bits)).astype(np.float32)
-    with np.errstate(all="ignore"):  # any scale is taken from the wire, infinite ones too
+    with np.errstate(all="ignore"):  # a peer's scale is not checked, and may be infinite
         value = base + j * step
     # abs: with a damaged scale a value may be below zero, and the sign is the code's.
     return np.where(codes >> (bits - 1) & 1, -np.abs(value), value)

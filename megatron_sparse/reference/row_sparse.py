@@ -6,7 +6,7 @@ import torch
 
 
 def coalesce(indices: torch.Tensor, rows: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """The sorted indices, and the sum of each one's rows, added in fp32 one after the other."""
+    """Sums the rows of each index, in fp32 and in order; returns the sorted indices, and sums."""
     sums: dict[int, torch.Tensor] = {}
     for index, row in zip(indices.tolist(), rows, strict=True):
         sums[index] = sums[index] + row.float() if index in sums else row.float()

@@ -27,10 +27,11 @@ def sample_positions(numel: int, samples: int, key: int) -> list[int]:
 
 
 def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, float, int]:
-    """The threshold, the tie chance with which density * s of s samples are sent, and the ties.
+    """Finds the limits by which density * s of s magnitudes are sent on average.
 
-    The threshold is the value of descending rank floor(density * s), counted from 0; NaN counts as
-    infinite. Zeros are never sent, and infinity always: these have no chance.
+    Returns the threshold (the value of descending rank floor(density * s), counted from 0), the tie
+    chance, and the number of ties: samples equal to the threshold. NaN counts as infinite. Zeros
+    are never sent, and infinity always: as thresholds they have chance 0.
 
     Example:
         >>> quantile_limit([1.0, 2.0, 2.0, 4.0], 0.5)
@@ -66,14 +67,14 @@ def sample_threshold(
         pairwise(range_offsets.tolist()), densities_R.tolist(), keys_R.tolist(), strict=True
     ):
         if begin == end or density >= 1:
-            limits.append((-1.0, 0.0, 0))  # below every magnitude: nothing is left out
+            limits.append((-1.0, 0.0, 0))  # below every magnitude: all are kept
             continue
         index = torch.tensor(sample_positions(end - begin, samples, key)) + begin
         x = grad_N[index].float()
         if residual_N is not None:
             x = x + residual_N[index].float()
         threshold, chance, ties = quantile_limit(x.abs().tolist(), density)
-        if ties == 1:
+        if ties == 1:  # decided here: becomes 0 or 1
             chance = single_chance(chance, key)
         limits.append((threshold, chance, ties))
     thresholds, chances, ties = zip(*limits, strict=True) if limits else ((), (), ())

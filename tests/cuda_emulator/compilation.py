@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_sparse.cuda_ext.sources import CUDA_UNITS, SOURCES, TARGET
+from megatron_sparse.cuda_ext.sources import CUDA_UNITS, SOURCES, TORCH_TARGET
 from megatron_sparse.cuda_ext.toolchain import find_torch
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ def compile_library(
         name: the name space of its ops.
     """
     torch, _ = find_torch()
-    bindings = (TARGET, f"-DEMULATED={name}", "-isystem", str(torch / "include"))
+    bindings = (TORCH_TARGET, f"-DEMULATED={name}", "-isystem", str(torch / "include"))
     kernels = (*extra, *TRAFFIC) if counts_bytes else extra
     jobs = [
         (HERE / "emulated_ops.cpp", (*extra, *bindings)),
