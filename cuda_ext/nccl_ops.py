@@ -66,7 +66,7 @@ class SumPlan:
 
     Attributes:
         segment_offsets: int64 on the CPU, S+1 elements at which segments begin.
-        segment_dense: uint8 on the CPU, 1 for segments that are dense in a sum, whatever they hold.
+        segment_dense: uint8 on the CPU, 1 for segments whose records are dense in every sum.
         shards: one for each rank, which adds it up; or a single one, the whole bucket, which every
             rank adds up itself.
         rank: of this process.
@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`) but the kinds, in its order."""
+        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, but record kinds."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -192,7 +192,7 @@ class SumCall:
         """
         if not report[self.plan.statuses_at].any():
             return
-        # In the report's order: the first error found is raised.
+        # In the report's order: messages, encoder, sums. The first error found is raised.
         plan, n, own = self.plan, self.plan.world_size, self.plan.own
         status_words = n * codec_cuda.STATUS_WORDS  # of n statuses: of the messages, or of the sums
         for rank, status in enumerate(report[:status_words].view(n, -1)):

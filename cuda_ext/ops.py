@@ -76,8 +76,8 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
 
     `round` is to the values that both the gradient's dtype and `wire_dtype` hold, saturating at
     the largest finite one; the rounding error goes to the residual. It is stochastic: up with the
-    fraction as probability, by random bits that are a pure function of (key, index in the bucket).
-    So is the rounding of a bf16 residual. With a negative key both go to nearest even.
+    probability of the fraction cut off, by random bits that are a pure function of (key, index in
+    the bucket). So is the rounding of a bf16 residual. With a negative key both go to nearest even.
 
     Args:
         grad_N: becomes the values to send, 0 where dropped. Mutated.

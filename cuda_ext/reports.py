@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 _Waiting = SimpleQueue[tuple[torch.device, torch.cuda.Event, Callable[[], None]]]
-Look = Callable[[torch.Tensor], None]
+Check = Callable[[torch.Tensor], None]
 """Takes a call's words on the CPU and raises the error that they hold, if any."""
 
 
@@ -25,19 +25,19 @@ class Reports:
     """The words of codec calls that were not checked yet, all on one device."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[torch.Tensor, Look]] = []
+        self._calls: list[tuple[torch.Tensor, Check]] = []
         self._statuses: list[torch.Tensor] = []
 
-    def add(self, words: torch.Tensor, look: Look, *, is_status: bool = True) -> None:
+    def add(self, words: torch.Tensor, check: Check, *, is_status: bool = True) -> None:
         """Adds the report of a call.
 
         Args:
             words: int64; the first word of a status is an error code, 0 for none.
-            look: called with the words on the CPU by `read`, in the order of the calls; raises
+            check: called with the words on the CPU by `read`, in the order of the calls; raises
                 the error.
             is_status: whether the words begin with a status; else they are results, such as counts.
         """
-        self._calls.append((words, look))
+        self._calls.append((words, check))
         if is_status:
             self._statuses.append(words[:1])
 
@@ -84,7 +84,7 @@ class HostCopy:
         calls: of each call its words, and the function that checks them on the CPU.
     """
 
-    def __init__(self, calls: list[tuple[torch.Tensor, Look]]) -> None:
+    def __init__(self, calls: list[tuple[torch.Tensor, Check]]) -> None:
         """Starts the copy; on CUDA the event `_copied` ends with it."""
         self._calls = calls
         self._copied: torch.cuda.Event | None = None
@@ -123,8 +123,8 @@ class HostCopy:
             self._copied.synchronize()
         calls, self._calls = self._calls, []  # first, so that an error is raised once
         sizes = [words.numel() for words, _ in calls]
-        for (_, look), words in zip(calls, self._words.split(sizes), strict=True):
-            look(words)
+        for (_, check), words in zip(calls, self._words.split(sizes), strict=True):
+            check(words)
 
 
 @cache

@@ -103,23 +103,23 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> S
     begin = numel_S.new_zeros(1)
     if not dense:  # no segments, of which `frombuffer` would refuse the empty tables
         return Slots(begin[:0], begin)
-    dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
+    is_kept_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
-    # Bytes of a dense record. Where values are quantised, kept segments are sent in bf16.
-    whole_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
-    whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, whole_dtype)
+    # Where values are quantised, kept segments are sent in bf16.
+    dense_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
+    dense_bytes_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, dense_dtype)
     if spec.record_format == FORMAT_RICE:
         most_S = _most_rice_bytes(numel_S, capacity_S, spec)
         if spec.value_dtype not in RICE_BITS:  # else only kept segments' records are dense
-            most_S = most_S.minimum(whole_S)
+            most_S = most_S.minimum(dense_bytes_S)
     else:
         is_adaptive = spec.record_format == FORMAT_ADAPTIVE
         formats = (FORMAT_COO, FORMAT_PICI) if is_adaptive else (spec.record_format,)
-        most_S = whole_S
+        most_S = dense_bytes_S
         for sparse in formats:
             most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, spec.value_dtype))
-    room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
-    return Slots(capacity_S, torch.cat([begin, room_S.cumsum(0)]))
+    slot_bytes_S = torch.where(is_kept_S, dense_bytes_S, most_S) + HEADER_BYTES
+    return Slots(capacity_S, torch.cat([begin, slot_bytes_S.cumsum(0)]))
 
 
 def _most_rice_bytes(

@@ -21,7 +21,7 @@ def cuda_archs(text: str) -> tuple[int, ...]:
     """The compute capabilities in a text such as `80,90`.
 
     Raises:
-        DependencyError: the text is another.
+        DependencyError: the text is no such list.
     """
     try:
         return tuple(map(int, text.split(",")))

@@ -157,8 +157,8 @@ def _round_magnitude(
 ):
     """Rounds fp32 magnitudes, given as bits `u_B`, by cutting off CUT bits; at most to LIMIT.
 
-    STOCHASTIC: by `random_B`; else to nearest even. Magnitudes below FIXED_BELOW (0: none), which
-    fp16 holds as denormals, are rounded to multiples of 2^-24. As in `csrc/elementwise.h`.
+    STOCHASTIC: by `random_B`; else to nearest even. Below FIXED_BELOW (0: never) it rounds to
+    multiples of 2^-24, the step of fp16's denormals. As in `csrc/elementwise.h`.
     """
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
     # The sum carries into the bits that stay where the value is rounded up; a tie goes to even.
@@ -235,6 +235,7 @@ def _prune_kernel(
 ):
     """Prunes BLOCK elements in place; adds each range's non-zero results to its count in `nnz`.
 
+    `grad` and `residual` point to raw bits of the dtypes GRAD and RESIDUAL (codes as in `_widen`).
     g, e and `x = g + e` are those of `cuda_ext.ops.prune_`, which has the rule.
     """
     block_begin = tl.program_id(0).to(tl.int64) * BLOCK

@@ -83,7 +83,7 @@ def decode_add_(
     Args:
         acc_M: fp32, the whole segment. Mutated.
         record: uint8, exactly one record, not trusted.
-        place: what the record must say.
+        place: the partition, segment and step that the record must be for.
         rank: the sender, for the error's text.
 
     Raises:
@@ -110,7 +110,7 @@ def add_(
     Args:
         acc: fp32, a segment, or a partition by position. Mutated.
         record: with a bitmap, or dense.
-        place: what the record must say.
+        place: the partition, segment and step that the record must be for.
         rank: the sender, for the error's text.
         head: the record's form and nnz.
         bits: which element of `acc` belongs to each position.

@@ -1,13 +1,11 @@
 """The record in which a rank sends a server its entries of one partition (ZEN's Push).
 
-Entries are the non-zero elements, as pairs of index and value; a position numbers the elements of a
-partition in the order of its hash (`hash_partition`).
-
-For a partition with P elements, K of them non-zero, pairs take 4 K bytes and the values (the
-paper's COO). Deviation: where another form is smaller, the record is a hash bitmap (P / 8 bytes and
-the values, from a density of 1/32 on), or dense. So it never exceeds the dense size by more than
-the headers, and its reader accepts all three forms. Layout: docs/wire-format.md. On the CPU or a
-CUDA device; on CUDA every check of a received record waits for the device.
+Entries are the non-zero elements. A position numbers the elements of a partition in the order of
+its hash (`hash_partition`). For a partition with P elements, K of them non-zero, pairs of index and
+value take 4 K bytes and the values (the paper's COO). Deviation: where another form is smaller, the
+record is a hash bitmap (P / 8 bytes and the values, from a density of 1/32 on), or dense. So it
+never exceeds the dense size by more than the headers, and its reader accepts all three forms.
+Layout: docs/wire-format.md. On CUDA every check of a received record waits for the device.
 """
 
 from __future__ import annotations
@@ -75,13 +73,14 @@ def accumulate_(
     Args:
         acc_P: fp32, one for each position. Mutated.
         record: uint8, exactly one record, not trusted.
-        place: what the record must say.
+        place: the partition, segment and step that the record must be for.
         rank: the sender, for the error's text.
 
     Raises:
         WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
     """
-    form, nnz = head = place.read_head(record, rank, ALL_FORMS)
+    head = place.read_head(record, rank, ALL_FORMS)
+    form, nnz = head
     if form != FORM_PAIRS:
         # `acc_P` is in the order of positions: bit i stands for its element i, not permuted.
         bits = BitmapPlace(partition=0, partitions=1, seed=0, permuted=False)

@@ -36,11 +36,11 @@ _SUB_HEADER_FIELDS = ("partition", "partitions", "seed", "hash", "form", "positi
 
 @dataclass(frozen=True)
 class PartitionRecord:
-    """The facts about a record on which sender and receiver agree before it is sent.
+    """Which partition, segment and step a record is for; known to sender and receiver beforehand.
 
     Attributes:
         partition_hash: h0, the same on all ranks.
-        partition: whose elements the record holds.
+        partition: the number of the partition whose elements the record holds.
         value_dtype: fp32, bf16 or fp16.
         offset: the segment's first element in the bucket.
         step: the training step; the header has its lower 32 bits.

@@ -1,13 +1,13 @@
-"""The encoded bucket: one record for each wire segment, back to back in one buffer.
+"""The message of an encoded bucket: one record for each of its segments, in one buffer.
 
 A record is a 48-byte header and 16-byte aligned sections (`formats/header.py`). Records of one
 shard are adjacent, so a bucket is encoded once and each shard's bytes can be sent apart.
 
-The compiled codec of `cuda_ext` does the work, with the same bytes on the CPU and on CUDA. On CUDA
+The native ops of `cuda_ext` encode and decode, with the same bytes on the CPU and on CUDA. On CUDA
 each call waits once for the device: a sender must know record sizes before it can send, and a
-receiver must find a bad record before it uses the sum. In capacity mode sizes are known beforehand:
-the calls of a bucket collect their status in the message's `Reports`, which are read once at the
-end.
+receiver must find a bad record before it uses the sum. In capacity mode each segment sends at most
+a given number of elements and records lie in slots of fixed size (`cuda_ext.slots`): the calls of a
+bucket collect their status in the message's `Reports`, which are read once at the end.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Message:
         reports: in capacity mode, those of all codec calls on the bucket; None where each call
             checks its own.
         log2_span: of records of format Rice (`RecordSpec`); None for other formats.
-        residual_N: the residual after the selection, to which the rounding errors of quantised sums
-            are added; None for a message that no selection has made.
+        residual_N: the residual after pruning, to which the rounding errors of quantised sums are
+            added; None for a message without pruning.
         unquantised: for quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
         checksum: the records are sealed, as those of its sums are to be.
     """
@@ -237,7 +237,7 @@ def encode_segments(
     Args:
         values_N: only read.
         segments: its pieces, and where their records begin.
-        nnz_S: int64 counts of non-zero elements, on any device; None: they are counted here.
+        nnz_S: int64 counts of non-zero elements, on any device; None: the call counts them.
         spec: the format of the records.
         out: uint8 of `ops.message_capacity` bytes. Mutated.
         reports: takes the report of the call, which then does not wait.
@@ -250,7 +250,7 @@ def encode_segments(
     Raises:
         ExtensionError: slots are too small.
     """
-    # The encoders of Rice and those on CUDA need no counts from here.
+    # The encoders of Rice and those on CUDA count by themselves.
     counts_itself = spec.record_format == FORMAT_RICE or values_N.device.type == "cuda"
     if nnz_S is None and not counts_itself:
         nnz_S = _count(values_N, segments.offsets)

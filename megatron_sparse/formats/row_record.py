@@ -79,7 +79,7 @@ class RowPart:
         """Writes the record of some rows of a gradient.
 
         Args:
-            gradient: of this shape and dtype; only read.
+            gradient: [num_rows, columns] with values of `value_dtype`; only read.
             positions: which of its K stored rows to write, as the method `positions` selects them.
             out: uint8, `record_bytes(positions.numel())` long. Mutated.
         """
@@ -104,7 +104,7 @@ class RowPart:
         indices = out[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype)
         indices.copy_(gradient.indices_K[positions])
         rows = out[values_at : values_at + value_bytes].view(gradient.rows_KD.dtype)
-        if rows.numel():
+        if rows.numel():  # else there is nothing to copy
             rows = rows.view(stored, self.columns)
             torch.index_select(gradient.rows_KD, 0, positions, out=rows)
         if self.checksum:

@@ -1,4 +1,4 @@
-"""The message codec, record by record: the oracle of `encode` and `decode_add_`."""
+"""Messages, record by record: the oracle of `encode` and `decode_add_` of `cuda_ext.ops`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 docs/parameters.md specifies the record. A number's *move* is the difference of its old and new bit
 pattern as ordered integers; the coder stores moves in zigzag order (0, -1, 1, -2, ...). `rans` is
-rANS (Duda, arXiv 1311.2540) with 32 interleaved 32-bit states a chunk and 16-bit words; the old
-exponent chooses the frequency table.
+rANS (Duda, arXiv 1311.2540) with 32 interleaved 32-bit states a chunk and 16-bit words. The old
+number's exponent chooses its context: one of 16 frequency tables, for 16 adjacent exponents.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
 
 
 def base_exponent(old: np.ndarray, dtype: int) -> int:
-    """The exponent that belongs to context 0, from a sample; 16 contexts cover 16 exponents.
+    """Chooses from a sample of numbers the exponent that belongs to context 0.
 
     At most one in 256 sampled numbers may have an exponent above that of context 15.
     """
@@ -124,9 +124,9 @@ def rans_encode(
 
     Args:
         z: the moves, as `zigzag` makes them.
-        context: each number's frequency table.
-        frequencies: of each symbol, by table.
-        starts: sums of the frequencies before each symbol, by table.
+        context: for each number the row of its frequency table.
+        frequencies: [contexts, symbols].
+        starts: [contexts, symbols], the sums of the frequencies before each symbol.
     """
     words: list[np.ndarray] = []
     state = np.full(STATES, LOWEST_STATE, np.int64)
@@ -176,19 +176,19 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     sections, base, chunks, table = raw, 0, 0, b""  # for a record without numbers
     if old.size:
         z = zigzag(old, new, dtype)
-        parts = [slice(begin, begin + RANS_CHUNK) for begin in range(0, old.size, RANS_CHUNK)]
+        slices = [slice(begin, begin + RANS_CHUNK) for begin in range(0, old.size, RANS_CHUNK)]
         base = base_exponent(old, dtype)
         context = contexts(old, base, dtype)
         frequencies = _frequencies(z, context, dtype)
         starts = np.cumsum(frequencies, axis=1) - frequencies
         table = _pack_table(frequencies)
         written = []
-        for part in parts:
-            coded = padded(rans_encode(z[part], context[part], frequencies, starts))
-            written.append(min(padded(_raw(new[part], dtype)), coded, key=len))  # raw in a tie
-        ends = np.cumsum([len(chunk) // 16 for chunk in written])  # in units of 16 bytes
+        for chunk in slices:
+            coded = padded(rans_encode(z[chunk], context[chunk], frequencies, starts))
+            written.append(min(padded(_raw(new[chunk], dtype)), coded, key=len))  # raw in a tie
+        ends = np.cumsum([len(coded) // 16 for coded in written])  # in units of 16 bytes
         offsets = np.array([0, *ends]).astype("<u4").tobytes()
-        sections, chunks = padded(offsets) + padded(table) + b"".join(written), len(parts)
+        sections, chunks = padded(offsets) + padded(table) + b"".join(written), len(slices)
     coder = "rans"
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
@@ -206,7 +206,7 @@ def symbol_count(dtype: int) -> int:
 
 
 def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
-    """The frequency of each symbol (column) in each context (row), each row from `quantise`."""
+    """Frequencies [contexts, symbols] of the symbols of `z`; each row sums to 2^SCALE_BITS or 0."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
     key, extra = context * count + symbol, 0
     if z.size > COUNT_ALL:  # counts every fourth block; adds 1 each, as symbols may be missed

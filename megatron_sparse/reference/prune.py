@@ -10,10 +10,10 @@ the step is fixed at 2^-24, it goes up when `(h >> 8) / 2^24 < fraction`. h is t
 the element's index in the bucket.
 
 `prune_limited` prunes to at most a given number of elements a segment, `prune_encode`'s capacity.
-The first non-zero elements of a segment stay. For each other element, let v be the value that would
+The first non-zero elements of a segment are sent. For each later one, let v be the value that would
 have been sent and e' its rounding error. Its residual becomes leak (v + e'), rounded as any
 residual is. If the sum v + e' is infinite or NaN, the residual becomes 0 and the last value that
-stays becomes NaN; if no value stays, the residual becomes NaN.
+is sent becomes NaN; if none is sent, the residual becomes NaN.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def prune(
 
 
 def residual_in(
-    dtype: torch.dtype, rest_K: torch.Tensor, key: int, index_K: torch.Tensor
+    dtype: torch.dtype, value_K: torch.Tensor, key: int, index_K: torch.Tensor
 ) -> torch.Tensor:
     """Converts new residuals of some elements to the residual's dtype.
 
@@ -142,8 +142,8 @@ def residual_in(
     """
     if dtype == torch.bfloat16:
         random_K = counter_hash(key, DRAW_RESIDUAL, index_K) if key >= 0 else None
-        rest_K = round_to(rest_K, grid_of(BF16), random_K)
-    return rest_K.to(dtype)
+        value_K = round_to(value_K, grid_of(BF16), random_K)
+    return value_K.to(dtype)
 
 
 def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -165,7 +165,7 @@ def prune_limited(
     Mutates nothing. The file's head has the rule for elements beyond the capacity. Args are those
     of `cuda_ext.ops.prune_encode`.
     """
-    pruned_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
+    pruned_N, residual_N, _ = prune(grad_N, pruning, wire_dtype)
     leak, key, capacity_S = pruning.leak, pruning.key, pruning.capacity_S
     assert capacity_S is not None, "without a limit it is `prune`"
     out_N = with_one_nan(pruned_N, DTYPES[wire_dtype])
@@ -174,14 +174,14 @@ def prune_limited(
     ):
         nonzero_K = out_N[start:stop].nonzero().squeeze(1) + start
         over_K = nonzero_K[most:]  # beyond the capacity: not sent
-        x_K = out_N[over_K].float() + rest_N[over_K].float()
+        x_K = out_N[over_K].float() + residual_N[over_K].float()
         finite_K = x_K.isfinite()
-        left_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
-        left_K = residual_in(rest_N.dtype, left_K, key, over_K)
+        residual_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
+        residual_K = residual_in(residual_N.dtype, residual_K, key, over_K)
         out_N[over_K] = 0
         # NaN and infinity must not wait in the residual: the last value that is sent becomes NaN.
         if most > 0 and not finite_K.all():
             out_N[nonzero_K[most - 1]] = float("nan")
-        left_K = torch.where(finite_K | (most > 0), left_K, float("nan"))
-        rest_N[over_K] = with_one_nan(left_K, rest_N.dtype)
-    return with_one_nan(out_N, out_N.dtype), rest_N
+        residual_K = torch.where(finite_K | (most > 0), residual_K, float("nan"))
+        residual_N[over_K] = with_one_nan(residual_K, residual_N.dtype)
+    return with_one_nan(out_N, out_N.dtype), residual_N

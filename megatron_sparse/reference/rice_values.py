@@ -67,11 +67,11 @@ def mean_of(magnitude_K: np.ndarray) -> np.float32:
 
 
 def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
-    """The scale word of a group of K finite magnitudes below 2^120.
+    """Chooses base and step for a group of K finite magnitudes below 2^120; returns the scale word.
 
     Args:
         magnitude_K: fp32, 1 to 128 of them.
-        bits: of a code.
+        bits: of each code, its sign included.
         indices: whether the record has indices; if not, every element is sent, and base is 0.
     """
     levels, high, low = np.float32(levels_of(bits)), magnitude_K.max(), magnitude_K.min()
@@ -89,6 +89,7 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
         step = (high - base) / levels
     step = up(step) if step > 0 else np.float32(0)
     with np.errstate(over="ignore"):  # an overflow to infinity compares right
+        # With so small a base `x - sent` could need more bits than fp32 has.
         base = np.float32(0) if base * BASE_LIMIT < step else base
     return _bits(base) | _bits(step) >> 16
 
