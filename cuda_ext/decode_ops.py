@@ -40,7 +40,7 @@ def decode_add_(
         message: uint8 on the same device, the records of `expected.segment_offsets` and nothing
             else; on CUDA aligned to 16 bytes, as all its records then are.
         expected: the header values that the records must have.
-        base: as above, for `acc_M`.
+        base: the bucket's element that `acc_M` begins with.
         fresh: treat the segments' part of `acc_M` as zero and ignore its content. The first message
             of a sum then needs no separate pass that clears `acc_M`.
         reports: takes the call's status, so that the call need not wait for the device; its `read`

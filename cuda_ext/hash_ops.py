@@ -68,7 +68,7 @@ def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     Returns:
         int64, in [0, numel). `unpermute` undoes it.
     """
-    return call("hash_map", elements_K, numel, 1, seed, _PERMUTE)  # without partitions
+    return call("hash_map", elements_K, numel, 1, seed, _PERMUTE)  # 1 partition: all
 
 
 def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ def hierarchical_hash(
 
     Args:
         indices_K: int64, in [0, numel); repeated ones are all kept.
-        values_K: fp32, bf16 or fp16; travel bit for bit.
+        values_K: fp32, bf16 or fp16; copied bit for bit.
         partition_K: int64, in [0, partitions).
         numel: elements of the segment, below 2^31.
         partitions: n, 1 to 2^16.
@@ -141,7 +141,7 @@ def _by_index(
     """
     # First all entries by one key: index in the upper half, entry number in the lower half ...
     order_K = (indices_K[entry_K] << 32 | entry_K).argsort()
-    # ... then by partition: this sort is stable, so the order within a partition stays.
+    # ... then by partition, which follows from the place in `entry_K`; this sort is stable.
     partition_K = torch.bucketize(order_K, offsets[1:-1], right=True)
     return entry_K[order_K[partition_K.argsort(stable=True)]]
 
@@ -189,7 +189,7 @@ def bitmap_add_(
     nnz: int,
     place: BitmapPlace,
 ) -> tuple[str, int]:
-    """Adds a bitmap's values to their elements, without materialising the indices.
+    """Adds the values of a bitmap to their elements of a segment, without listing the indices.
 
     Args:
         acc_M: fp32, the whole segment. Mutated only if the bitmap is right.

@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, but record kinds."""
+        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, except the kinds."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -148,7 +148,7 @@ class SumPlan:
         if not self.gathers:
             return by_rank
         encoder = self.world_size * codec_cuda.STATUS_WORDS
-        # Behind the encoder's status lie the size and the count of each own segment.
+        # After the encoder's status come the size and the count of each own segment.
         sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + by_rank
         return torch.cat([by_rank, torch.tensor([encoder]), sums])
 

@@ -291,7 +291,7 @@ def _results(
 def _record_arguments(
     op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Checks the arguments common to all encoders; returns the native op's, after the gradient."""
+    """Checks the arguments common to all encoders; returns the native op's from the second on."""
     device, count = grad_N.device, segments.dense.numel()
     check_encode(op, grad_N, segments, spec)
     if check_device(op, "grad", grad_N) == "cuda":  # the CPU op checks the slots itself
@@ -318,7 +318,7 @@ def sample_threshold(
     samples: int,
     keys_R: torch.Tensor,
 ) -> Limits:
-    """Estimates from a sample the limits by which about a part `density` of each range is kept.
+    """Samples each range to find the limits that keep about the part `density` of its elements.
 
     Of a range of n elements it samples s = min(n, samples), one from each of s equal strata. The
     threshold is the magnitude `|g + e|` of rank floor(density * s), in descending order from 0. Of

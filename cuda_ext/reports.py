@@ -22,7 +22,7 @@ Check = Callable[[torch.Tensor], None]
 
 
 class Reports:
-    """The words of codec calls that were not checked yet, all on one device."""
+    """Reports of encode and decode calls that have not been checked yet, all on one device."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[torch.Tensor, Check]] = []

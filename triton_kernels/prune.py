@@ -46,7 +46,7 @@ def prune_(
     """Prunes `grad_N` in place, and updates `residual_N`; returns the non-zero counts nnz_R.
 
     `cuda_ext.ops.prune_` defines the result and checks the arguments; here all tensors, the offsets
-    too, are on one CUDA device. `limits` are thresholds_R, and tie_chances_R or None for no ties.
+    too, are on one device. `limits` are thresholds_R, and tie_chances_R or None for no ties.
     Launches one kernel on the current stream; the CPU does not wait.
     """
     thresholds_R, tie_chances_R = limits
@@ -67,7 +67,7 @@ def prune_(
             _raw(residual_N),
             range_offsets,
             thresholds_R,
-            # A kernel takes no None; without TIES it does not read this pointer.
+            # Without TIES the kernel does not read this pointer: any will do.
             thresholds_R if tie_chances_R is None else tie_chances_R,
             nnz_R,
             numel,
@@ -184,7 +184,7 @@ def _round_magnitude(
 
 @triton.jit
 def _find_range(range_offsets, range_count, element):
-    """Finds by bisection the range of an element: the last one that begins at or before it."""
+    """Finds by bisection the range of an element: the last that begins at it or before."""
     low = tl.zeros((), tl.int64)
     high = low + range_count
     while high - low > 1:
@@ -196,7 +196,7 @@ def _find_range(range_offsets, range_count, element):
 
 
 @triton.jit(
-    # Else Triton compiles the kernel again, for a second, for arguments that are 1 or divide by 16.
+    # Else Triton compiles the kernel again, in a second, where one is 1 or a multiple of 16.
     do_not_specialize=[
         "numel",
         "range_count",

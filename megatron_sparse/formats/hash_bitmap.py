@@ -105,7 +105,7 @@ def add_(
     head: tuple[int, int],
     bits: BitmapPlace,
 ) -> None:
-    """Adds the values of a record whose head has been checked; see `decode_add_`, also for errors.
+    """Adds the values of a record whose head has been checked; raises errors as `decode_add_`.
 
     Args:
         acc: fp32, a segment, or a partition by position. Mutated.
