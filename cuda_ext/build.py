@@ -6,7 +6,7 @@
 `setup.py` runs it when the package is installed; `megatron_sparse.cuda_ext.load` runs it when a
 library is missing or older than its sources. Both libraries use torch's stable ABI and hold no
 Python symbols. They load in torch 2.11 and later, whatever version built them. Kernels include no
-torch headers, so nvcc never compiles those.
+torch headers, which nvcc thus need not compile; other sources bind the kernels to torch.
 
 A library is rebuilt when its sources or its flags changed; its stamp, a file beside it, records
 their hash. In strict mode (MEGATRON_SPARSE_STRICT) a library that cannot be built, and a CUDA
@@ -52,7 +52,7 @@ BYTES_OF_A_COMPILER = 2 * 2**30
 
 @dataclass(frozen=True)
 class Part:
-    """The outcome for one library.
+    """The outcome of building one library.
 
     Attributes:
         name: `cpu` or `cuda`.

@@ -64,7 +64,7 @@ class Reports:
         return [words for words, _ in self._calls]
 
     def begin_read(self) -> HostCopy:
-        """Starts the one copy of all words to the host, without waiting for it."""
+        """Starts the one copy of all words to the CPU, without waiting for it."""
         calls, self._calls = self._calls, []
         return HostCopy(calls)
 

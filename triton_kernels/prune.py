@@ -184,7 +184,7 @@ def _round_magnitude(
 
 @triton.jit
 def _find_range(range_offsets, range_count, element):
-    """Finds by bisection the range of an element: the last that begins at it or before."""
+    """Finds an element's range (never an empty one): the last that begins at it or before."""
     low = tl.zeros((), tl.int64)
     high = low + range_count
     while high - low > 1:

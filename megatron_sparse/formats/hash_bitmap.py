@@ -8,10 +8,8 @@ cost numel / 8 bytes (the paper's |G| / 32 fp32 values) for any n; headers and p
 bytes each. Where the values of all positions are not larger, these are sent alone: the dense form.
 
 Layout: docs/wire-format.md. Decoding needs the same partition hash as encoding: it computes the
-elements, which the paper looks up.
-
-On the CPU or a CUDA device, with the same bytes. On CUDA encoding waits for the device once, for
-nnz, and decoding twice: for the record's head, and for the check of its bitmap.
+elements, which the paper looks up. The bytes do not depend on the device. On CUDA encoding waits
+once, for nnz, and decoding twice: for the record's head, and for the check of its bitmap.
 """
 
 from __future__ import annotations

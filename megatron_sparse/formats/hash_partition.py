@@ -5,9 +5,8 @@ goes to server i. The paper's is a general hash, which needs the sorted elements
 computed beforehand: 4 bytes for each element of the segment, as much as its fp32 gradient. Ours
 (deviation) is equal blocks of a keyed permutation. It can be inverted: an element gives its
 (partition, position), and the pair gives the element, in O(1) time and without memory. Partition
-sizes differ by one element at most.
-
-`hierarchical_hash` uses it for the Push, `hash_bitmap` for the Pull.
+sizes differ by one element at most. `hierarchical_hash` uses h0 for the Push (each rank sends its
+entries to the servers), `hash_bitmap` for the Pull (all ranks fetch the servers' sums).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The head of every record of a hash partition, and the length of each of its forms.
+"""The head (header and sub-header) of every record of a hash partition, and the record's length.
 
-ZEN pushes a partition as pairs of index and value and pulls its sum as a hash bitmap. Both are
-records of the format `hash bitmap` (docs/wire-format.md), with the same header and sub-header, in
-one of three forms. `hash_bitmap` and `hash_pairs` read and write the sections after the head.
+In ZEN a rank sends a server its elements of a partition as pairs of index and value, and fetches
+the partition's sum as a hash bitmap. Both are records of the format `hash bitmap`
+(docs/wire-format.md) in one of three forms: bitmap, dense or pairs. `hash_bitmap` and `hash_pairs`
+read and write the sections after the head. A position numbers the elements of a partition.
 """
 
 from __future__ import annotations

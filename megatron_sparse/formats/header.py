@@ -1,6 +1,7 @@
 """The 48-byte header of a record; docs/wire-format.md is the specification.
 
-The compiled codec has its own copy of this layout (`cuda_ext/csrc/header.h`).
+A record is a header and a payload: for some formats a sub-header, then sections. The native ops
+have a copy of this layout (`cuda_ext/csrc/header.h`).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def hierarchical_hash(
 def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
     """The non-zero elements of a message that this rank made; `-0.0` is zero, NaN is not.
 
-    On CUDA the host waits for a copy of all headers, and for each dense record.
+    On CUDA the CPU waits for a copy of all headers, and for each dense record.
 
     Args:
         message: of COO and dense records, as `scheme.format=coo` makes them.

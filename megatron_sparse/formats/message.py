@@ -50,7 +50,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
-    """The dtype in which values travel: the configured one, never wider than the gradient."""
+    """The dtype in which values are sent: the configured one, never wider than the gradient."""
     own = name_of(grad_dtype)
     return own if wire_dtype is None or own != "fp32" else wire_dtype
 
@@ -91,7 +91,7 @@ class Message:
 
     @property
     def sum_dtype(self) -> str:
-        """The dtype in which complete sums of such messages travel: fp32, bf16 or fp16."""
+        """The dtype in which complete sums of such messages are sent: fp32, bf16 or fp16."""
         return self.unquantised or self.value_dtype
 
     @property

@@ -53,7 +53,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
 
     Returns:
         A 1-D uint8 tensor on the same device, at most `most_bytes` long, a multiple of 16. On CUDA
-        the host waits for its length; the bytes are those of the CPU.
+        the CPU waits for its length; the bytes are those of the CPU.
 
     Raises:
         ExtensionError: the tensors do not fit.

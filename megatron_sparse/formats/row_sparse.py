@@ -1,7 +1,7 @@
 """Row-sparse gradients: the rows of an embedding that a batch touched.
 
 Every step is deterministic, and gives the same bits on the CPU and on a CUDA device, except those
-of a NaN that is a sum. On CUDA the host waits at every step, for the check of the indices and for
+of a NaN that is a sum. On CUDA the CPU waits at every step, for the check of the indices and for
 sizes. How ranks add them up is in `collectives/row_sparse.py`.
 """
 

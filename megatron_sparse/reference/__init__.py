@@ -1,4 +1,4 @@
-"""Slow oracles, one for each op: tests compare their results with the ops', bit for bit."""
+"""Slow oracles, one for each op, for tests and benches to compare with: written to be read."""
 
 import torch
 

@@ -68,5 +68,5 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.
     dtype, values_at = DTYPES[header.dtype], BLOCKS_SUBHEADER.size + pad16(4 * n_blocks)
     end = values_at + n_blocks * block_size * dtype.itemsize
     if any(payload[values_at + len(elements) * dtype.itemsize : end]):
-        raise wrong_field(rank, "block padding", "zeros behind the segment", "others")
+        raise wrong_field(rank, "block padding", "zeros after the segment", "others")
     return elements, numbers_at(payload, values_at, len(elements), dtype)

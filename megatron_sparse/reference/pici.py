@@ -61,7 +61,7 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.
                 elements.append(word // SIDE * TILE + _element(word % SIDE, bit, linear))
         if word % SIDE == SIDE - 1:
             prefix.append(len(elements))
-    prefix_at = 8 * SIDE * tiles  # behind the words
+    prefix_at = 8 * SIDE * tiles  # after the words
     stored = []
     for begin in range(prefix_at, prefix_at + 4 * (tiles + 1), 4):
         stored.append(int.from_bytes(payload[begin : begin + 4], "little"))
