@@ -36,7 +36,7 @@ def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
 
 
 def status() -> dict[str, dict[str, object]]:
-    """Reports the state of both libraries, for `doctor`; loads each that is built, builds none.
+    """The state of both libraries, for the command `doctor`; loads those that are built.
 
     Returns:
         For each of "cpu" and "cuda" a dict: `path` (str), `built` (bool: from the current sources),

@@ -57,13 +57,13 @@ def overload(name: str) -> Callable[..., Any]:
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:
-        refusing(_loaded("choose_isa"), wanted)
+        refusing(_native_op("choose_isa"), wanted)
         _isa = wanted
-    return _loaded(name)
+    return _native_op(name)
 
 
 @cache
-def _loaded(name: str) -> Callable[..., Any]:
+def _native_op(name: str) -> Callable[..., Any]:
     """The native op `name`, cached: torch's look-up costs as much as calling a small op."""
     load()
     return getattr(torch.ops.megatron_sparse, name).default

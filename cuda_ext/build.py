@@ -185,12 +185,18 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         kernels = _kernel_jobs(toolkit, cxx, Path(folder))
-        compiler = [cxx, *sources.CXX_FLAGS, sources.TORCH_TARGET, "-DUSE_CUDA", INCLUDE]
-        compiler += ["-isystem", torch_root / "include", "-isystem", toolkit.home / "include"]
+        compiler: list[object] = [cxx, *sources.CXX_FLAGS, sources.TORCH_TARGET, "-DUSE_CUDA"]
+        includes = [
+            INCLUDE,
+            "-isystem",
+            torch_root / "include",
+            "-isystem",
+            toolkit.home / "include",
+        ]
         bindings = []
         for unit in sources.CUDA_BINDINGS:
             source = sources.SOURCES / f"{unit}_cuda.cpp"
-            bindings.append(([*compiler, "-c", source], Path(folder) / f"{unit}_cuda.o"))
+            bindings.append(([*compiler, *includes, "-c", source], Path(folder) / f"{unit}_cuda.o"))
         reports = compile_all([*kernels, *bindings], verbose)
         if is_strict():  # else a spill, which makes a kernel slower but not wrong, is accepted
             for report in reports[: len(kernels)]:  # those of nvcc; the C++ compiler reports none

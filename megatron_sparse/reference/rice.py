@@ -177,9 +177,9 @@ class WrongWords(ValueError):
 def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
     """Encodes the gaps between K ascending elements of a chunk of `numel` in Rice's code.
 
-    Example: gaps 1, 0, 6 and r = 2 give remainders 1, 0, 2 and quotients 0, 0, 1.
-        >>> words = index_words(np.array([1, 2, 9]), 16)
-        >>> [bin(word) for word in words]
+    Example:
+        >>> words = index_words(np.array([1, 2, 9]), 16)  # gaps 1, 0, 6 and r = 2
+        >>> [bin(word) for word in words]  # planes of remainders 1, 0, 2; then quotients 0, 0, 1
         ['0b1', '0b100', '0b1011']
     """
     if index_K.size == 0:
