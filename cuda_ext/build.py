@@ -185,14 +185,8 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         kernels = _kernel_jobs(toolkit, cxx, Path(folder))
-        compiler: list[object] = [cxx, *sources.CXX_FLAGS, sources.TORCH_TARGET, "-DUSE_CUDA"]
-        includes = [
-            INCLUDE,
-            "-isystem",
-            torch_root / "include",
-            "-isystem",
-            toolkit.home / "include",
-        ]
+        compiler = [cxx, *sources.CXX_FLAGS, sources.TORCH_TARGET, "-DUSE_CUDA", INCLUDE]
+        includes = ["-isystem", torch_root / "include", "-isystem", toolkit.home / "include"]
         bindings = []
         for unit in sources.CUDA_BINDINGS:
             source = sources.SOURCES / f"{unit}_cuda.cpp"
