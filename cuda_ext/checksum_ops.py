@@ -44,5 +44,5 @@ def payload_sums(
     """
     sums = torch.zeros(len(messages) * records, dtype=torch.int64, device=messages[0].device)
     for message, message_sums in zip(messages, sums.view(len(messages), records), strict=True):
-        call("add_payload_sums_", message, records, message_sums, slots)
+        call("add_payload_sums_", message, records, message_sums, slots)  # not to the headers
     return sums
