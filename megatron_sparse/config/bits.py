@@ -1,4 +1,8 @@
-"""Checks of options that send values in few bits: they cross the sections of a configuration."""
+"""Replaces `auto` in `compression.value_bits` and `scheme.sum_bits`, and checks these keys.
+
+Both depend on keys of several sections. Quantised values have 8, 4, 3 or 2 bits (few bits), and
+only the message format `rice` holds them; values in full have a floating-point dtype.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,14 @@ DENSE_SCHEMES = (
 
 
 def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
-    """Whether values must travel in full, because a named scheme cannot send them in few bits.
+    """Whether the schemes that the user has named need values in full.
+
+    They do if one of them is sparse and cannot quantise, because quantised values would exclude it
+    from the planner's choice; or if all of them are dense.
 
     Args:
         scheme: `scheme.name`.
-        candidates: `planner.schemes`, which `auto` chooses from; None names no scheme. One sparse
-            scheme without few bits suffices, as the planner could not take it with them. Dense
-            schemes count only where there are no others.
+        candidates: `planner.schemes`, from which `scheme.name=auto` chooses; None names no scheme.
 
     Example:
         >>> sends_full_values("zen", None), sends_full_values("auto", ["direct", "zen"])
@@ -42,28 +47,28 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
         (False, False)
     """
     named = set(candidates or ()) if scheme == "auto" else {scheme}
-    has_full = not named.isdisjoint(FULL_VALUE_SCHEMES)
-    all_dense = len(named) > 0 and named.issubset(DENSE_SCHEMES)
-    return has_full or all_dense
+    one_cannot_quantise = not named.isdisjoint(FULL_VALUE_SCHEMES)
+    all_are_dense = len(named) > 0 and named.issubset(DENSE_SCHEMES)
+    return one_cannot_quantise or all_are_dense
 
 
 def resolve_bits(
     compression: CompressionConfig, scheme: SchemeConfig, candidates: Collection[str] | None
 ) -> tuple[CompressionConfig, SchemeConfig]:
-    """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`.
+    """Returns both sections with `auto` in `value_bits` and `sum_bits` replaced, and checked.
 
-    It stands for few bits where the other keys allow them, and for null (in full) elsewhere.
+    `auto` becomes a number of bits where the other keys allow it, and None (in full) elsewhere.
 
     Args:
         compression: not mutated.
         scheme: not mutated.
-        candidates: as of `sends_full_values`.
+        candidates: `planner.schemes`, see `sends_full_values`.
 
     Raises:
-        ConfigError: bits that the user has named do not go with the other keys.
+        ConfigError: a number of bits that the user has set contradicts other keys.
     """
     if compression.value_bits == "auto":
-        # Unpruned elements travel as they are, unless the user asks for few bits.
+        # The docstring of `CompressionConfig` lists these cases under `value_bits`.
         is_unpruned = not compression.enabled or compression.given_density == 1
         has_other_format = scheme.format not in QUANTISED_FORMATS or scheme.wire_dtype is not None
         in_full = (
@@ -75,21 +80,21 @@ def resolve_bits(
         )
         compression = replace(compression, value_bits=None if in_full else AUTO_VALUE_BITS)
     _check_value_bits(compression, scheme)
-    # After the values: `auto` sends sums in few bits only where values have few.
+    # After `value_bits`, because `auto` quantises sums only where values are quantised.
     if scheme.sum_bits == "auto":
-        few = compression.value_bits is not None and _residual_keeps_sum_errors(compression, scheme)
-        scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if few else None)
+        can = compression.value_bits is not None and _residual_keeps_sum_errors(compression, scheme)
+        scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if can else None)
     _check_sum_bits(compression, scheme)
     return compression, scheme
 
 
 def _residual_keeps_sum_errors(compression: CompressionConfig, scheme: SchemeConfig) -> bool:
-    """Whether the owner of a sum adds what few bits lose of it to an fp32 residual."""
+    """Whether the rank that owns a sum adds the sum's rounding error to its fp32 residual."""
     return compression.residual_dtype == "fp32" and scheme.name != "hierarchical"
 
 
 def _check_value_bits(compression: CompressionConfig, scheme: SchemeConfig) -> None:
-    """Refuses a format or a dtype that contradicts `compression.value_bits`."""
+    """Refuses quantised values with a message format or a wire dtype that cannot hold them."""
     bits, form = compression.value_bits, scheme.format
     if bits is None:
         return
@@ -110,7 +115,7 @@ def _check_value_bits(compression: CompressionConfig, scheme: SchemeConfig) -> N
 
 
 def _check_sum_bits(compression: CompressionConfig, scheme: SchemeConfig) -> None:
-    """Refuses sums in few bits where nothing could keep the rest."""
+    """Refuses quantised sums without Rice records, or without a residual for their errors."""
     bits = scheme.sum_bits
     if bits is None:
         return
@@ -123,7 +128,7 @@ def _check_sum_bits(compression: CompressionConfig, scheme: SchemeConfig) -> Non
         )
     if not _residual_keeps_sum_errors(compression, scheme):
         raise ConfigError(
-            f"scheme.sum_bits={bits}: a sum's owner has no fp32 residual for it",
+            f"scheme.sum_bits={bits}: the owner of a sum has no fp32 residual for its error",
             expected="compression.residual_dtype=fp32, and a scheme without a hierarchy",
             got=f"residual_dtype={compression.residual_dtype}, scheme.name={scheme.name}",
             remedy="leave scheme.sum_bits out",

@@ -1,6 +1,7 @@
 """Checks of single configuration values; each raises a `ConfigError` that names the key.
 
-A field of a `Checked` declares its check together with its default.
+`number`, `whole` and `choice` make a dataclass field that has a default and a check; a `Checked`
+runs the checks of its fields.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _CHECK = "check"
 
 
 class Checked:
-    """A dataclass of configuration values, each of which is checked when it is made.
+    """Base of dataclasses of configuration values, which are checked when an object is made.
 
-    Fields of type `bool` take flags; `number`, `whole` and `choice` make others.
+    Fields of type `bool` take True and False; `number`, `whole` and `choice` make other fields.
 
     Raises:
         ConfigError: names the key, such as `scheme.hash_rounds`.
@@ -33,19 +34,19 @@ class Checked:
         """Checks every field that declares a check, in the order of the fields."""
         for option in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
             key = f"{self.SECTION}.{option.name}".removeprefix(".")
-            # A type is a text here: the modules of all sections import `annotations`.
+            # The type is a string, because these modules import `annotations` from `__future__`.
             check = is_flag if option.type == "bool" else option.metadata.get(_CHECK)
             if check is not None:
                 check(key, getattr(self, option.name))
 
 
 def number(
-    default: Any, low: float, high: float = math.inf, *, besides: tuple = (), **how: bool
+    default: Any, low: float, high: float = math.inf, *, besides: tuple = (), **options: bool
 ) -> Any:
-    """A field that takes what `in_range` allows with these arguments, and its default."""
-    # A default that is no number, such as null or `auto`, is allowed as well.
+    """A dataclass field with a default, whose values `in_range` checks with these arguments."""
+    # A default that is not a number, such as None or `auto`, must pass the check, too.
     allowed = besides if isinstance(default, int | float) else (default, *besides)
-    check = partial(in_range, low=low, high=high, besides=allowed, **how)
+    check = partial(in_range, low=low, high=high, besides=allowed, **options)
     return field(default=default, metadata={_CHECK: check})
 
 
@@ -150,7 +151,7 @@ def are_patterns(key: str, values: Sequence[str]) -> None:
 
 
 def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:
-    """Refuses a whole that `part` does not divide.
+    """Refuses the value `whole` of one key if it is no multiple of `part`, another key's.
 
     Raises:
         ConfigError: names both keys.

@@ -25,7 +25,7 @@ LONG_RAMP_BELOW = 0.1
 
 
 def dense_value_bits(value_bits: int | None) -> int:
-    """Bits of a value where every element travels quantised: as asked for, if it can, else 4.
+    """Bits of a value where every element is sent quantised: `value_bits` if 8 or 4, else 4.
 
     Args:
         value_bits: `compression.value_bits`.
@@ -43,9 +43,9 @@ class CompressionConfig(Checked):
 
     Attributes:
         enabled: False synchronises densely; the first dense step also sends the residual.
-        level: which ranks' gradients are added up, dense, before anything is selected from them.
-            `rank`: none, each rank selects from its own. `node`: those of a node; each of its m
-            ranks selects from its m-th of the sum, and only selections cross between nodes.
+        level: which ranks' gradients are added up, dense, before elements are selected from them.
+            `rank`: none, each rank selects from its own gradient. `node`: those of a node; each of
+            its m ranks selects from 1/m of the sum, and only selections cross between nodes.
             `instance`: those of an instance of Megatron's distributed optimizer; the sum over
             the instances is compressed. `auto`: with `planner.cluster` the fastest by its model;
             without, `instance` where there are several, `node` where several nodes have equally
@@ -56,13 +56,13 @@ class CompressionConfig(Checked):
             goes on with the one whose iterations take least time; see docs/choosing-density.md.
         loss_budget: of `density=auto`: percent of the final loss that compression may cost: 0, 0.3,
             1 or 2.5.
-        value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
-            group of 128; elements that are sent whole travel in bf16. What rounding leaves goes to
-            the residual. The warm-up's dense gradients travel so too, in 8 or 4 bits (`dense_q`).
-            null: in `scheme.wire_dtype`. `auto` is 4 where the messages take such values, and null
-            elsewhere: with `scheme.wire_dtype`, a `scheme.format` other than `rice`,
+        value_bits: 8, 4, 3 or 2: values are quantised to this many bits, with a scale of 32 bits
+            for each group of 128; elements that are sent whole are bf16. Rounding errors go to the
+            residual. The warm-up's dense gradients are quantised, too, to 8 or 4 bits (`dense_q`).
+            null: `scheme.wire_dtype`. `auto` is 4 where messages can hold quantised values, and
+            null elsewhere: with `scheme.wire_dtype`, a `scheme.format` other than `rice`,
             `scheme.nccl_engine` or `lossless_patterns`, where `scheme.name` or `planner.schemes`
-            names a scheme without them, and at density 1. See docs/choosing-density.md.
+            names a scheme that cannot send them, and at density 1. See docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
             the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
@@ -126,11 +126,11 @@ class CompressionConfig(Checked):
         return None if isinstance(self.value_bits, str) else self.value_bits
 
     def samples_at(self, density: float) -> int:
-        """Elements to sample for a threshold; fewer where the density is higher, as in the ramp.
+        """Number of elements to sample from a range to estimate its threshold at a density.
 
-        Of s samples the number above the true threshold is binomial, with mean p s at density p. So
-        the kept count has the relative standard deviation sqrt((1 - p) / (p s)), and `auto` takes
-        s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
+        At density p the number of s samples above the true threshold is binomial, with mean p s. So
+        the number of selected elements has the relative standard deviation sqrt((1 - p) / (p s)).
+        `auto` sets that to KEPT_ERROR: s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
 
         Args:
             density: of the step, in (0, 1].
@@ -156,15 +156,15 @@ class CompressionConfig(Checked):
 
     @property
     def _longest_ramp(self) -> tuple[int, int]:
-        """Tenths of the run, and iterations, that null in `ramp_iters` takes at most."""
+        """The limits of a ramp of `ramp_iters=null`: tenths of the run, and iterations."""
         is_low = self.given_density < LONG_RAMP_BELOW
         return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
-        """Returns a copy whose `warmup_iters` and `ramp_iters` suit the run's length where null.
+        """Returns a copy with numbers of iterations for null `warmup_iters` and `ramp_iters`.
 
         Args:
-            iterations: `training.iterations`.
+            iterations: `training.iterations`, the length of the run.
 
         Example:
             >>> short = CompressionConfig().in_run_of(1000)
@@ -174,9 +174,10 @@ class CompressionConfig(Checked):
             >>> low.in_run_of(1000).ramp_iters, low.in_run_of(100_000).ramp_iters
             (700, 2300)
         """
-        warmup, ramp, (tenths, longest) = self.warmup_iters, self.ramp_iters, self._longest_ramp
+        warmup, ramp = self.warmup_iters, self.ramp_iters
         # With density=auto the ramp stays null: it depends on the density that is chosen later.
         if ramp is None and self.density != "auto":
+            tenths, longest = self._longest_ramp
             ramp = min(longest, iterations * tenths // 10)
         return replace(
             self,
@@ -185,7 +186,7 @@ class CompressionConfig(Checked):
         )
 
     def _check_bits(self) -> None:
-        """Refuses values in few bits at density 1, unless 8 or 4, and with lossless parameters."""
+        """Refuses `value_bits` of 3 or 2 at density 1, and any bits with `lossless_patterns`."""
         if self.given_value_bits is None:
             return
         if self.density == 1 and self.value_bits not in DENSE_VALUE_BITS:

@@ -1,9 +1,11 @@
 """Every key of a run with its default and its meaning, from the docstrings of the dataclasses.
 
-`flat` and `canonical` make keys and values of a configuration, for tables that compare runs.
+A section is a dataclass of the configuration, and its fields are keys. A config group is a folder
+of `configs/`; the YAML files in it are its options, of which Hydra takes one.
 
-`train --help` shows a line of each, from `groups_help` and `keys_help`, which Hydra's template
-calls; docs/reference/configuration.md the whole.
+`train --help` shows a sentence about each, from `groups_help` and `keys_help`, which Hydra's
+template calls; docs/reference/configuration.md shows everything. `flat` and `canonical` make keys
+and values of a configuration, for tables that compare runs.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Key:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop or semicolon; all of a text without one.
+    """The text up to its first semicolon or full stop, but not that of `e.g.` and `i.e.`.
 
     Example:
         >>> first_sentence("any flag, e.g. `seed`. Not ours.")
@@ -67,7 +69,7 @@ def summary(section: type) -> str:
 
 
 def attributes(section: type) -> dict[str, str]:
-    """What a dataclass' docstring says of each attribute, each in one line.
+    """Reads the section `Attributes` of a dataclass' docstring: name -> description on one line.
 
     Example:
         >>> sorted(attributes(Key))
@@ -89,7 +91,7 @@ def attributes(section: type) -> dict[str, str]:
 
 
 def keys(section: type, prefix: str = "") -> Iterator[Key]:
-    """The keys of a section, in its order, without those of sections in it.
+    """The keys of one section in the order of its fields, without those of nested sections.
 
     Args:
         section: a dataclass of the configuration.
@@ -116,7 +118,7 @@ def every_key() -> dict[str, Key]:
 
 
 def sections(section: type) -> dict[str, type]:
-    """The dataclasses in a dataclass, by their names in it."""
+    """The fields of a dataclass that are dataclasses themselves: name of the field -> class."""
     hints = get_type_hints(section)
     return {
         field.name: hints[field.name]
@@ -126,11 +128,11 @@ def sections(section: type) -> dict[str, type]:
 
 
 def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -> str:
-    """The part of the help with two lines for each group: its options, and what it is about.
+    """Two lines of `train --help` for each of Hydra's config groups: its options, its subject.
 
     Args:
-        names: of the groups.
-        options: name of a group -> the names of its options.
+        names: the config groups.
+        options: name of a config group -> the names of its options.
     """
     summaries = _summaries() | _FREE_GROUPS
     entries = []
@@ -140,10 +142,10 @@ def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -
 
 
 def keys_help(values: Mapping[str, Any]) -> str:
-    """The part of the help with each key, its value in this configuration and a sentence about it.
+    """The lines of `train --help` about keys: each with its value and a sentence about it.
 
     Args:
-        values: of the composed configuration.
+        values: the composed configuration: key -> value, with a mapping for each section.
     """
     lines: list[str] = []
     for key in keys(RunConfig):
@@ -166,7 +168,7 @@ def _lines_of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]
 
     Args:
         key: the key.
-        values: of its section.
+        values: those of the key's section, by key.
         indent: spaces before the key.
     """
     # On one line; YAML ends a document that is a single value with `...`.
@@ -190,7 +192,7 @@ def _for_template(text: str) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as keys with dots.
+    """Flattens nested sections to keys with dots; an empty mapping stays a value.
 
     Example:
         >>> flat({"scheme": {"name": "direct", "options": {}}, "name": "x"})
@@ -206,7 +208,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def canonical(value: object) -> str:
-    """A configuration value as it is shown and compared.
+    """A configuration value as text, to show or compare it: a string unchanged, else JSON.
 
     Example:
         >>> canonical(None), canonical([1, 2]), canonical("x")

@@ -46,7 +46,7 @@ class ModelConfig(Checked):
     dropout: float = number(0.0, 0, 1)
 
     def __post_init__(self) -> None:
-        """Checks each key, that positions cover a sample, and that heads divide evenly."""
+        """Checks each key, that positions cover `seq_length`, and that heads divide evenly."""
         super().__post_init__()
         in_range("model.max_position_embeddings", self.positions, self.seq_length)
         heads = "model.num_attention_heads"

@@ -36,7 +36,7 @@ def preset_values(name: str) -> dict[str, dict[str, Any]]:
         >>> preset_values("extreme")["compression"]
         {'density': 0.015, 'value_bits': 3}
     """
-    # Here, so that GPU tests, which use no preset, need no OmegaConf.
+    # Imported here, so that GPU tests, which use no preset, need no OmegaConf.
     from omegaconf import OmegaConf
 
     one_of("preset", name, preset_names())
@@ -48,7 +48,7 @@ def preset_values(name: str) -> dict[str, dict[str, Any]]:
 
 
 def allowed(loss_budget: float) -> list[str]:
-    """The presets among which `compression.density=auto` chooses, cheapest in loss first.
+    """The presets that `compression.density=auto` may choose, the one that costs least loss first.
 
     Args:
         loss_budget: percent of the final loss that they may cost.

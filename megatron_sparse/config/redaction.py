@@ -66,7 +66,7 @@ _RECORDED_OF_SLURM = re.compile(
 
 
 def is_recorded_variable(name: str) -> bool:
-    """Whether the value of the environment variable `name` may be written anywhere.
+    """Whether an environment variable is on the allow-list, and its name is not a secret's.
 
     Example:
         >>> [is_recorded_variable(name) for name in ("NCCL_DEBUG", "SLURM_JOB_ID", "RANK")]
@@ -96,7 +96,7 @@ def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value with this name must be hidden.
+    """Whether the name of a key or variable looks like that of a secret.
 
     Example:
         >>> [is_secret_name(name) for name in ("WANDB_API_KEY", "cluster.env.HF_TOKEN", "token")]
@@ -104,9 +104,10 @@ def is_secret_name(name: str) -> bool:
         >>> [is_secret_name(name) for name in ("tokenizer_type", "moe_token_dispatcher_type")]
         [False, False]
     """
-    snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # of `apiKey` too
+    snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # also `apiKey`
     # A number at the end says nothing: API_KEY_2 is a key.
     snake = re.sub(r"(?:_\d*)+$", "", snake)
+    # In capitals any name that ends in _KEY is a secret's, in lower case only some.
     is_variable = _SECRET_VARIABLE.fullmatch(snake) is not None
     return is_variable or _SECRET_NAME.search(snake.lower()) is not None
 
@@ -116,9 +117,9 @@ def redact(value: Any, name: str = "") -> Any:
 
     Args:
         value: a value, or nested mappings, lists and tuples of values; not mutated.
-        name: the key of the value. Under a secret name None, flags and empty strings stay visible:
-            they only show whether the secret is set. In the section `env` every variable that is
-            not `is_recorded_variable` is hidden.
+        name: the key of `value`; items of a list have the key of the list. Under a secret's name,
+            None, flags and empty strings stay visible: they only show whether the secret is set.
+            In the section `env` every variable that is not `is_recorded_variable` is hidden.
     """
     if isinstance(value, Mapping):
         if name == _ENVIRONMENT_SECTION:
@@ -136,10 +137,10 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """`text` without the values of `NAME=VALUE` and `NAME: VALUE` that look secret."""
+    """Hides tokens in `text`, and values of `NAME=VALUE` and `NAME: VALUE` if NAME looks secret."""
     shown, position = [], 0  # the text before `position` is in `shown`
     while found := _ASSIGNMENT.search(text, position):
-        name, value_start = found[1], found.end(2)
+        name, value_start = found[1], found.end(2)  # after the `=` or `:`
         shown.append(text[position:value_start])
         if _is_hidden(name):
             shown.append(REDACTED)
@@ -151,13 +152,13 @@ def redact_text(text: str) -> str:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether the value of a key or a variable in a text is hidden.
+    """Whether the value of a key, such as `cluster.device`, or of a variable is hidden in a text.
 
-    In the section `env`, as in `cluster.env.NAME`, all variables are hidden but the recorded ones.
+    In the section `env`, as in `cluster.env.NAME`, all variables but the recorded ones are hidden.
     """
-    section, _, variable = name.rpartition(".")
-    if section.rpartition(".")[2] == _ENVIRONMENT_SECTION:
-        return not is_recorded_variable(variable)
+    parts = name.split(".")
+    if len(parts) > 1 and parts[-2] == _ENVIRONMENT_SECTION:
+        return not is_recorded_variable(parts[-1])
     return is_secret_name(name)
 
 
@@ -168,18 +169,19 @@ def redact_command(command: str) -> str:
         command: a command line as `shlex.join` writes it; words keep their quoting.
     """
     words = shlex.split(command)
-    shown, hides_next = [], False
+    shown, is_secret_value = [], False
     for word in words:
-        shown.append(REDACTED if hides_next else _redact_word(word))
-        hides_next = word.startswith("--") and "=" not in word and is_secret_name(word)
+        shown.append(REDACTED if is_secret_value else _redact_word(word))
+        # The word after `--api-key` is its value.
+        is_secret_value = word.startswith("--") and "=" not in word and is_secret_name(word)
     # `shlex.join` quotes the stars of `REDACTED`; they need no quotes, as this is only shown.
     return shlex.join(shown).replace(shlex.quote(REDACTED), REDACTED)
 
 
 def _redact_word(word: str) -> str:
-    """A word of a command line without its secrets.
+    """A word of a command line without its secrets; `NAME=VALUE` is an override for Hydra.
 
-    The value of a secret override is hidden whole: it may contain spaces and commas.
+    An override's secret value is hidden as a whole, because it may contain spaces and commas.
     """
     override = _OVERRIDE.fullmatch(word)
     if override is None:

@@ -220,7 +220,7 @@ class RunConfig(Checked):
     def __post_init__(self) -> None:
         """Checks each key, then the keys of several sections that depend on one another."""
         super().__post_init__()
-        # Megatron writes its flags with dashes; everything here looks for underscores.
+        # Megatron's flags have dashes; this package looks them up with underscores.
         self.megatron = {key.replace("-", "_"): value for key, value in self.megatron.items()}
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
             raise ConfigError(
@@ -244,7 +244,7 @@ class RunConfig(Checked):
         divides(both_keys, tensor * pipeline, "the number of ranks", ranks)
         divides(tensor_key, tensor, "model.num_query_groups", self.model.query_groups)
         divides(tensor_key, tensor, "the width of the MLP", self.model.ffn_width)
-        # Without a straggler's rank, 0 always fits.
+        # A rank of null needs no check: 0 always passes.
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(pipeline_key, pipeline, "model.num_layers", self.model.num_layers)
         divides(
@@ -255,9 +255,9 @@ class RunConfig(Checked):
         )
 
     def _check_gather(self) -> None:
-        """Refuses `exact` and `lossy`, one of which is set, where they cannot work.
+        """Refuses `parameters.method`, which is `exact` or `lossy`, where it cannot work.
 
-        Both need the distributed optimizer, and `lossy` a CPU.
+        Both methods need the distributed optimizer, and `lossy` needs tensors on a CPU.
         """
         method = self.parameters.method
         if not self.training.use_distributed_optimizer:
@@ -294,11 +294,11 @@ class RunConfig(Checked):
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks, or groups of context-parallel ranks, that take samples of their own."""
+        """Into how many parts a batch is divided: context-parallel ranks share their samples."""
         context = self.megatron.get("context_parallel_size", 1)
-        divided = isinstance(context, int) and context > 0 and self.data_parallel % context == 0
-        # Megatron itself refuses another value.
-        return self.data_parallel // context if divided else self.data_parallel
+        is_valid = isinstance(context, int) and context > 0 and self.data_parallel % context == 0
+        # Any other value is ignored here, because Megatron itself refuses it.
+        return self.data_parallel // context if is_valid else self.data_parallel
 
     @property
     def global_batch_size(self) -> int:

@@ -91,7 +91,7 @@ class SchemeConfig(Checked):
     def __post_init__(self) -> None:
         """Checks each key, then that the block is a power of two and checksums are possible."""
         super().__post_init__()
-        if int(self.block_size).bit_count() != 1:
+        if int(self.block_size).bit_count() != 1:  # `int`, because 64.0 is allowed
             raise ConfigError(
                 "scheme.block_size does not fit",
                 expected=f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
@@ -116,11 +116,11 @@ class SchemeConfig(Checked):
         return None if isinstance(self.sum_bits, str) else self.sum_bits
 
     def capacity_on(self, device_type: str, *, takes_slots: bool) -> float | None:
-        """The factor that fixes a bucket's message size; None: sizes are exchanged.
+        """The capacity factor of a bucket, which fixes its messages' size; None: sizes vary.
 
         Args:
             device_type: `cuda` or `cpu`, where the gradients are.
-            takes_slots: whether the bucket's scheme takes messages of fixed size.
+            takes_slots: whether the bucket's scheme can send messages of fixed size (slots).
 
         Example:
             >>> SchemeConfig().capacity_on("cuda", takes_slots=True)
@@ -130,16 +130,17 @@ class SchemeConfig(Checked):
         if not takes_slots:
             return None
         if self.capacity == "auto":
-            # Lossless patterns have made null of it already.
+            # With `lossless_patterns` it is not `auto` any more: `SparseConfig` has set null.
             return AUTO_CAPACITY if device_type == "cuda" else None
         return self.given_capacity
 
     def ring_densities(self) -> tuple[float, float, float]:
-        """Returns the thresholds (intra, inter, gather) of `adaptive_ring`; SpCCL's for null."""
+        """Returns the thresholds (intra, inter, gather) of `adaptive_ring`; null takes SpCCL's."""
+        # SpCCL has values for COO and for bitmaps; other formats take those for bitmaps.
         defaults = RING_DENSITIES.get(self.format, RING_DENSITIES["pici"])
-        given = (self.ring_intra_density, self.ring_inter_density, self.ring_gather_density)
+        configured = (self.ring_intra_density, self.ring_inter_density, self.ring_gather_density)
         intra, inter, gather = (
             default if density is None else density
-            for density, default in zip(given, defaults, strict=True)
+            for density, default in zip(configured, defaults, strict=True)
         )
         return intra, inter, gather

@@ -42,6 +42,7 @@ class PlannerConfig:
     schemes: list[str] | None = None
 
     def __post_init__(self) -> None:
+        """Refuses an empty list of schemes."""
         if self.schemes is not None and not self.schemes:
             raise ConfigError(
                 "planner.schemes is empty",
@@ -66,9 +67,9 @@ class SparseConfig:
     parameters: ParametersConfig = field(default_factory=ParametersConfig)
 
     def __post_init__(self) -> None:
-        """Checks the sections against one another, and decides `auto` in keys that cross them."""
+        """Checks keys that depend on other sections, and replaces `auto` in such keys."""
         for option in dataclasses.fields(self):
-            # The factory of a section's default is the section's class.
+            # The `default_factory` of a section's field is the section's class.
             section, expected = getattr(self, option.name), option.default_factory
             if not isinstance(section, expected):  # type: ignore[arg-type]
                 raise ConfigError(
@@ -103,7 +104,7 @@ class SparseConfig:
             )
 
     def _check_auto_density(self) -> None:
-        """Refuses `density=auto` where sums travel in full: its presets send few bits."""
+        """Refuses `density=auto` where sums are sent in full: its presets quantise values."""
         if self.scheme.given_sum_bits is None:
             raise ConfigError(
                 "compression.density=auto tries presets, which send values in few bits",
@@ -115,9 +116,9 @@ class SparseConfig:
             )
 
     def _turn_capacity_off(self) -> None:
-        """Sets `scheme.capacity` to null; refuses a factor that the user has set.
+        """Sets `scheme.capacity` from `auto` to null; refuses a factor that the user has set.
 
-        A lossless parameter needs a message as large as the elements that are not zero.
+        A message of fixed size might not hold all non-zero elements of a lossless parameter.
         """
         capacity = self.scheme.given_capacity
         if capacity is not None:
@@ -133,7 +134,7 @@ class SparseConfig:
     def given(
         cls, to: str, config: SparseConfig | str | None, overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """Returns the configuration of a call that takes a whole one, a preset's name or options.
+        """Returns the configuration for a call with a whole one, a preset's name, or options.
 
         Args:
             to: name of the called function, for the error.
@@ -141,8 +142,8 @@ class SparseConfig:
             overrides: single options, see `from_overrides`; they win over a preset's.
 
         Raises:
-            ConfigError: a whole configuration and options were given, or something else; there is
-                no such preset, or an option is invalid.
+            ConfigError: a whole configuration was given together with options; `config` is of
+                another type; there is no such preset; or an option is invalid.
         """
         if isinstance(config, str):
             return cls.preset(config, **overrides)
@@ -199,14 +200,14 @@ class SparseConfig:
     def _made(
         cls, base: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """Makes a configuration of a preset's values and of options that win over them.
+        """Makes a configuration from values of a preset, and options that override them.
 
         Args:
-            base: section -> key -> value; not mutated.
+            base: the preset's values, section -> key -> value, or empty; not mutated.
             overrides: the options, see `from_overrides`.
         """
         values: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in base.items()}
-        # Sections that the options give whole; the others are made of single keys, below.
+        # Sections that are given as objects; the others are made from their keys, below.
         sections = {name: overrides[name] for name in WHOLE_SECTIONS & overrides.keys()}
         for keyword in overrides.keys() - WHOLE_SECTIONS:
             if keyword not in _KEYWORDS:
@@ -215,7 +216,7 @@ class SparseConfig:
             values.setdefault(section, {})[key] = overrides[keyword]
         for each in dataclasses.fields(cls):
             if sections.get(each.name) is None:
-                # The factory of a section's default is the section's class.
+                # The `default_factory` of a section's field is the section's class.
                 options = values.get(each.name, {})
                 sections[each.name] = each.default_factory(**options)  # type: ignore[misc]
         return cls(**sections)

@@ -1,22 +1,23 @@
-"""The choice: for each bucket the scheme that a cost model predicts to take the least time.
+"""Chooses for each bucket the scheme that a cost model predicts to take the least time.
 
-All candidates are priced (`prices.predict_all`) from the bucket's shape, its sparsity profile and
-the cluster's model; the cheapest is chosen, dense included. At `compression.level` node or instance
-the bucket is a part: its ranks are those of a lane, which has a share of the links. ZEN (section
-2.4) compares two equations in this way. Here every scheme of the registry is compared for each
-bucket, with the costs of codecs and host.
+All candidates, dense included, are priced (`prices.predict_all`) from the bucket's shape, its
+sparsity profile and the cluster's model. ZEN (section 2.4) compares two equations in this way; here
+every registered scheme is compared, with the costs of codecs and of the CPU that drives them. At
+`compression.level` node or instance a bucket is one rank's part of a gradient bucket; the ranks
+with the same part form a lane, which has a share of the links.
 
-Until a profile is measured, the planner assumes independent uniform positions. Ranks sample a
-profile (`sampling`) in the first steps of ramp and target, whenever the target density has fallen
-by half since, and every `Pace.profile_every` steps. Sampling needs a message, so a dense bucket
-uses the best sparse candidate in such a step. Where no sparse candidate would be cheaper than dense
-even at full overlap, it does so only when the target density has fallen by half. A bucket changes
-its scheme only for a gain of more than `Pace.hysteresis`.
+- Profile: measured sparsity; until one is measured, positions count as independent and uniform.
+- Sampled step: one in which ranks measure a profile (`sampling`): the first steps of ramp and of
+  target phase, every `Pace.profile_every` steps, and when the target density has halved since.
+- Settled scheme: the one chosen by price. Where it is dense, a sampled step uses the best sparse
+  candidate, as only its messages can be sampled. It changes for gains over `Pace.hysteresis`.
+- Hopeless bucket: no sparse candidate is cheaper than dense even if all ranks select the same
+  elements. It is sampled only when the target density has halved.
 
 All ranks decide alike. They use only the configuration and exchanged numbers, which are the same
 bits on every rank, in the same order; nothing is decided from timing (`reduction.setting_trials`
-does that). Cost: the sampler's exchange in a profile step, before the collective, on the progress
-thread. Changes take effect in the next step.
+does that). Cost: the exchange of a sampled step, before the collective, on the progress thread.
+Changes take effect in the next step.
 """
 
 from __future__ import annotations
@@ -102,31 +103,31 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        # The cluster with a group's own nodes, by its ranks.
+        # By the number of ranks of a group: `cluster` with the nodes of that group.
         self._clusters: dict[int, ClusterModel] = {}
 
     def join(self, transport: Transport) -> None:
-        """See `Planner`. The group is priced on its own nodes; the file's may have more ranks."""
+        """See `Planner.join`. Prices of the group's buckets then use its nodes, not the file's."""
         super().join(transport)
-        nodes = tuple(map(len, members_of(transport.nodes)))
+        node_sizes = tuple(map(len, members_of(transport.nodes)))
         cluster = self._cluster
-        if len(nodes) == 1 < len(cluster.nodes):
+        if len(node_sizes) == 1 < len(cluster.nodes):
             if cluster.is_model:
-                return  # this machine may stand for the model's nodes
-            cluster = replace(cluster, dense=cluster.intra)  # it was measured across nodes
-        self._clusters[transport.world_size] = replace(cluster, nodes=nodes)
+                return  # ranks on one machine may imitate the model's nodes, so these stay
+            cluster = replace(cluster, dense=cluster.intra)  # `dense` was measured across nodes
+        self._clusters[transport.world_size] = replace(cluster, nodes=node_sizes)
 
     # The choice
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The settled scheme, decided first if there is none; a sampling step may take another."""
+        """The settled scheme, decided here if there is none; or a sparse one in a sampled step."""
         if bucket.world_size == 1:
             return Choice(DENSE, "one rank")
         state = self._state_of(bucket)
         if state.chosen is None:
             self._decide(bucket, state, step, density)
         settled = _settled(state)
-        # A sample needs the message of a sparse scheme.
+        # Only the message of a sparse scheme can be sampled.
         if SCHEMES[settled.scheme].takes_all and self._is_sampled(state, step, density):
             scheme = least(state.predicted_us, _sparse(state))
             reason = f"to sample the sparsity; else {settled.scheme}: {settled.reason}"
@@ -134,23 +135,23 @@ class PricedPlanner(Planner):
         return settled
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
-        """Prices all candidates into `state`, and keeps or changes its scheme.
+        """Stores in `state` the prices of all candidates, and the scheme that they settle.
 
-        Where the choice is dense, also finds out whether a sample could change that.
+        If that scheme is dense, also finds out whether the bucket is hopeless (see the module).
         """
         value_bits = self._compression.given_value_bits
         shape = shape_of(bucket, self._scheme.wire_dtype, value_bits)
         profile = state.profile or prior(shape, density)
         names = candidates(self._config.schemes, value_bits)
-        if bucket.grad_N.device.type == "cuda":  # no price includes the host's waits
+        if bucket.grad_N.device.type == "cuda":  # prices leave out that the CPU waits for the GPU
             names = [name for name in names if not SCHEMES[name].waits_on_cuda]
-        # From a profile: microseconds by scheme.
         cluster = self._clusters.get(bucket.world_size * bucket.lanes, self._cluster)
+        # price(profile) is a dict: scheme -> microseconds.
         price = partial(prices_us, shape, cluster=cluster, options=self._scheme, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
         before, best = state.chosen, least(prices, prices.keys())
-        if before in prices:
+        if before in prices:  # there is an earlier scheme, and it is still a candidate
             price_to_beat = (1 - self._pace.hysteresis) * prices[before]
             best = best if prices[best] < price_to_beat else before
         if SCHEMES[best].takes_all:
@@ -166,12 +167,12 @@ class PricedPlanner(Planner):
             logger.info("step %d: bucket %s: %s -> %s, %s", step, *change)
 
     def _is_sampled(self, state: BucketState, step: int, density: float) -> bool:
-        """Whether the bucket's sparsity is sampled in this step; the module says when."""
+        """Whether `step` is a sampled step of the bucket, as the module's docstring defines it."""
         if density >= 1 or not _sparse(state):
-            return False  # no message could be sampled
+            return False  # there is no sparse message, which a sample is taken from
         has_halved = density <= state.profile_density / 2
         if state.hopeless:
-            return has_halved  # at this density no sample would change the choice
+            return has_halved  # until then no sample would change the choice
         ramp_start = self._compression.warmup
         target_start = ramp_start + self._compression.ramp
         steps_in_phase = step - (ramp_start if step < target_start else target_start)
@@ -180,9 +181,9 @@ class PricedPlanner(Planner):
         return is_early or is_due or has_halved
 
     def _state_of(self, bucket: Bucket) -> BucketState:
-        """The bucket's state; a new one if it has none, or one of another size or group."""
+        """The bucket's state; a new one if there is none, or if its size or group has changed."""
         cluster = self._clusters.get(bucket.world_size * bucket.lanes)
-        nodes = () if cluster is None else cluster.nodes
+        nodes = () if cluster is None else cluster.nodes  # (): priced on the cluster file's nodes
         state = self._states.get(bucket.name)
         if state is None or not state.fits(bucket, nodes):
             if state is not None and self._logs:
@@ -198,14 +199,17 @@ class PricedPlanner(Planner):
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """Samples the bucket's sparsity if it is due, and may decide anew; see `Planner`."""
+        """In a sampled step measures the bucket's profile and may change its scheme; see `Planner`.
+
+        Also decides at the end of the warm-up, so that the first sparse step need not.
+        """
         bucket, transport = exchange.bucket, exchange.transport
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
         is_warmup_end = plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup
         if is_warmup_end:
-            # Pricing takes time, so it is done here and not at the launch of the next step.
+            # Pricing takes time: on this thread, the progress thread, it delays no launch.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
         if message is not None and self._is_sampled(state, step, plan.density):
@@ -214,7 +218,7 @@ class PricedPlanner(Planner):
                 bucket, message, transport, exchange.buffers, exchange.timer, seed=seed
             )
             state.profile_density = plan.density
-            # A profile that has hardly changed gives the same choice, and pricing takes time.
+            # No new prices if the profile has hardly changed: the choice would be the same.
             if before is None or not alike(before, state.profile, self._pace.hysteresis):
                 self._decide(bucket, state, step, plan.density)
 
@@ -228,8 +232,8 @@ class PricedPlanner(Planner):
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
         row = super().report(bucket, step)
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
-        if plan.predicted_us is not None:  # else prices did not choose: every element in few bits
-            settled = _settled(state)  # ignores the temporary scheme of a sampling step
+        if plan.predicted_us is not None:  # prices chose, and not the schedule (dense, or warm-up)
+            settled = _settled(state)  # not the temporary scheme of a sampled step
             row |= {"chosen": settled.scheme, "reason": settled.reason}
         return row | {"predicted_us": state.predicted_us, "profile": state.to_dict()["profile"]}
 
@@ -248,7 +252,7 @@ class PricedPlanner(Planner):
             CheckpointError: the state is damaged.
         """
         if not state:
-            return  # the state is of a run with another planner
+            return  # saved by the base `Planner`, which has no state
         try:
             self._states = {
                 name: BucketState.from_dict(values) for name, values in state["buckets"].items()
@@ -264,15 +268,15 @@ class PricedPlanner(Planner):
         if not has_same_basis:
             if self._logs:
                 logger.warning("the cluster or settings have changed: all buckets are planned anew")
-            for name, kept in self._states.items():
+            for name, old in self._states.items():
                 undecided = {"chosen": None, "reason": "", "predicted_us": {}, "hopeless": False}
-                self._states[name] = replace(kept, **undecided)
+                self._states[name] = replace(old, **undecided)
 
     def _basis(self) -> int:
-        """A checksum of everything that the choice depends on."""
+        """A checksum of all settings that the choice depends on, to compare with a checkpoint's."""
         sections = (self._cluster, self._config, self._pace, self._scheme, self._compression)
         parts: list[Any] = [asdict(section) for section in sections]
-        # A scheme of the user's own may not be registered in every process.
+        # A custom scheme that was registered in the saved run may be missing in this one.
         parts.append(candidates(self._config.schemes, self._compression.given_value_bits))
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 

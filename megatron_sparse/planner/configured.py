@@ -38,7 +38,7 @@ def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
 
 
 def basis(config: SparseConfig) -> str:
-    """Says in a sentence what `scheme.name=auto` chooses by.
+    """A sentence for the log: what `scheme.name=auto` compares, bytes or predicted times.
 
     Raises:
         ConfigError: the cluster file cannot be read.

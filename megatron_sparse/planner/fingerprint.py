@@ -18,8 +18,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
     """The properties that must match for a calibration to stay valid; see `check_fingerprint`.
 
-    The fingerprint tells whether there are several hosts, but not how many hosts and ranks: a
-    cluster is measured on a few nodes and used on many.
+    It tells whether there are several nodes (`hosts`), but not how many nodes and ranks: a cluster
+    is measured on a few nodes and used on many.
     """
     links = os.environ.get(NETBED_LINKS)
     return {

@@ -6,7 +6,8 @@ and a bucket of N elements of b bytes, a level other than `rank` takes three ste
 1. inside, a dense reduce-scatter by the backend: (m - 1) (alpha + N b / m beta). In a
    reduce-scatter it is k of them, of N / k elements each: every rank then has its own shards.
    Within an instance that is Megatron's own, one reduce-scatter.
-2. across, the scheme on a lane's k ranks and N / m elements (`lane_cluster`), selection included.
+2. across, the scheme on N / m elements, selection included, in each of m lanes: a lane is the k
+   ranks with the same number in the k groups (`lane_cluster`).
 3. inside, an all-gather of the sums, for an all-reduce only: (m - 1) (alpha + N b / m beta).
 
 Added on a CPU: the agreement inside, an all-gather of 8 (2 + m) bytes.
@@ -76,13 +77,13 @@ def shapes_of(buckets: Iterable[Bucket], config: SparseConfig) -> Counter[Bucket
 
 
 def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped: bool) -> float:
-    """Seconds of the dense steps inside, by the backend's own collectives.
+    """Seconds of the module's steps 1 and 3: the backend's collectives inside a node or instance.
 
     Args:
-        shape: of the whole bucket. Values travel inside in `shape.element_bytes`.
+        shape: of the whole bucket. Values have `shape.element_bytes` bytes inside.
         cluster: of all ranks.
-        inside: ranks of a node or instance.
-        grouped: whether a reduce-scatter is cut into one for each group, as at level `node`.
+        inside: m, the ranks of a node or instance.
+        grouped: whether a reduce-scatter runs as k, one for each group, as at level `node`.
     """
     link = cluster.dense_link(inside)
     is_reduce_scatter = shape.op is CollectiveOp.REDUCE_SCATTER
@@ -90,16 +91,16 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     calls = shape.world_size // inside if is_reduce_scatter and grouped else 1
     part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
     scatter_s = (inside - 1) * (calls * link.alpha_s + part_bytes * link.beta_s)
-    # On a CPU, ranks inside first agree, by an all-gather, that they synchronise the same bucket.
+    # On a CPU the m ranks first compare 2 + m words each, to be sure that the bucket is the same.
     agreement_s = 0.0
     if cluster.device == "cpu":
         agreement_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
-    # An all-reduce gathers the sums inside, in as many seconds.
+    # An all-reduce also gathers the sums (step 3), which takes as long as step 1.
     return agreement_s + (scatter_s if is_reduce_scatter else 2 * scatter_s)
 
 
 def has_lanes(node_sizes: Sequence[int]) -> bool:
-    """Whether level `node` is another one than `rank`: several nodes of one size, above 1.
+    """Whether level `node` differs from `rank`: several nodes, all with the same ranks above 1.
 
     Example:
         >>> has_lanes((4, 4)), has_lanes((8,)), has_lanes((1, 1)), has_lanes((4, 2))
@@ -128,23 +129,23 @@ class LevelPricing:
     instances: int = 1
 
     def price(self, level: str, shape: BucketShape, density: float) -> LevelPrice:
-        """The cheapest scheme for a bucket at one level.
+        """Predicts the cheapest scheme for a bucket at one level, and its times.
 
-        At level `instance` the sum over the instances is compressed: an all-reduce of the lane's
-        part, whatever `shape.op` is. At the others that sum is the backend's, and counts to
-        `across_s`.
+        At level `instance` the scheme adds up the instances' sums: an all-reduce of a lane's part
+        of the bucket, whatever `shape.op` is. At the other levels the backend adds up these sums,
+        dense; its time is included in `across_s`.
 
         Args:
             level: `rank`, `node` (of nodes of one size) or `instance` (of several).
             shape: of the whole bucket, on the ranks of an instance.
-            density: that is selected, from a rank's or a node's gradient; positions are taken to be
-                uniform and independent.
+            density: of the selection from a rank's, node's or instance's gradient; positions are
+                assumed to be uniform and independent.
 
         Raises:
             ConfigError: the cluster file lacks a rate, or instances lie across nodes.
         """
         instance_ranks = shape.world_size
-        # The sum over instances: ranks with the same place in all of them add up their shards.
+        # Ranks with the same number in every instance hold the same shard, which they add up.
         whole = replace(shape, world_size=instance_ranks * self.instances)
         shard = replace(whole.lane(instance_ranks), op=CollectiveOp.ALL_REDUCE)
         lane, within_s = shape, 0.0  # at level `rank` nothing is added inside
@@ -159,7 +160,7 @@ class LevelPricing:
         scheme = least(prices_s, prices_s.keys())
         across_s = prices_s[scheme]
         if level != INSTANCE and self.instances > 1:
-            # The backend adds up the instances' shards.
+            # The backend adds up the shards of all instances.
             across_s += self._predict(shard, 1.0, (DENSE,))[DENSE]
         return LevelPrice(scheme, within_s, across_s)
 
@@ -179,8 +180,8 @@ class LevelPricing:
             density: the target.
 
         Returns:
-            `rank` where it is the only one: one instance, and one node, one rank a node, or nodes
-            of different sizes.
+            The comparison; level `rank` without times where no other level is possible: with one
+            instance, and one node, one rank on each node, or nodes of different sizes.
 
         Raises:
             ConfigError: the cluster file lacks a rate.
@@ -191,13 +192,13 @@ class LevelPricing:
         possible = [level for level, can_run in is_possible.items() if can_run]
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
-        here = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))
+        run_cluster = replace(self.cluster, nodes=tuple(sizes) * instances)
+        pricing = replace(self, cluster=run_cluster)
 
         def total_s(level: str) -> float:
             """Predicted seconds of all buckets together."""
-            return sum(
-                count * here.price(level, shape, density).total_s for shape, count in shapes.items()
-            )
+            prices = {shape: pricing.price(level, shape, density) for shape in shapes}
+            return sum(count * prices[shape].total_s for shape, count in shapes.items())
 
         seconds = {level: total_s(level) for level in possible}
         level = least(seconds, seconds.keys())

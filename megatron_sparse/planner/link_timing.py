@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -87,7 +88,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
 def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Topology]:
     """Measures the ranks' nodes and links as `measure_links`, without the backend's all-reduce.
 
-    If the ranks lack one of the two kinds of link, the other one is in its place.
+    On one node, or with one rank on each node, the missing kind of link gets the other's numbers.
     """
     if transport.world_size < 2:
         raise one_rank()
@@ -101,7 +102,7 @@ def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Me
         first_ranks = [ranks[0] for ranks in nodes]
         measured["inter"] = yield from _measure_rings(transport, [first_ranks], sweep, clock)
         nic = yield from _measure_nic(transport, nodes, sweep, clock)
-    either = next(iter(measured.values()))  # two ranks have a link
+    either = next(iter(measured.values()))  # any two ranks have one of the two kinds
     sizes = tuple(len(ranks) for ranks in nodes)
     return Topology(sizes, measured.get("intra", either), measured.get("inter", either), nic)
 
@@ -129,14 +130,14 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     pairs = list(zip(message_bytes, times_s, strict=True))
     large_pairs = [pair for pair in pairs if pair[0] > SMALL_BYTES]
     large, large_s = zip(*large_pairs, strict=True)
-    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # short: people read cluster files
+    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # 6 digits, for readers of the file
     beta_s = slope if slope > 0 else times_s[-1] / message_bytes[-1]
     alphas_s = [spent_s - beta_s * size for size, spent_s in pairs if size <= SMALL_BYTES]
     return Link(max(median(alphas_s), 0.0), beta_s)
 
 
 def complete[T](steps: Generator[Yielded, None, T]) -> T:
-    """Drives a measurement or a collective, waiting here for each work; returns its result."""
+    """Runs the generator `steps`, waiting for each operation that it yields; returns its result."""
     while True:
         try:
             outcome = next(steps)
@@ -160,14 +161,13 @@ def gather_rows(numbers: Sequence[float], transport: Transport) -> Measuring[tor
 def times_by_rank(
     transport: Transport, repeats: int, clock: Clock, action: Callable[[], Iterable[Yielded]]
 ) -> Measuring[torch.Tensor]:
-    """Seconds of an action: a row for each rank, a column for each repetition but the first.
+    """Seconds of an action: a row for each rank, a column for each repetition after a warm-up.
 
     Args:
-        transport: all ranks begin together.
-        repeats: how many repetitions count.
-        clock: this rank's.
-        action: yields the works, one after the other; the time that it takes between works counts
-            too.
+        transport: the ranks; a barrier before each repetition makes them begin together.
+        repeats: how many repetitions are returned.
+        clock: this rank's, in seconds.
+        action: yields operations, one after the other; its own time between them counts too.
     """
     spent = []
     for _ in range(repeats + 1):
@@ -177,7 +177,7 @@ def times_by_rank(
             if not isinstance(work, Marker):  # a marker is no operation to wait for
                 yield work
         spent.append(clock() - start_s)
-    return (yield from gather_rows(spent[1:], transport))
+    return (yield from gather_rows(spent[1:], transport))  # without the warm-up
 
 
 def timed(
@@ -202,27 +202,29 @@ def ring_times(
     Returns:
         Seconds of a round for each size, the same on all ranks.
     """
+
+    def exchange_rounds(messages: Round) -> Iterable[Work]:
+        """The exchanges between two readings of the clock."""
+        for _ in range(sweep.rounds):
+            yield transport.exchange(*messages, TAG)
+
     times_s = []
     for nbytes in sweep.message_bytes:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
-        pieces = neighbours(transport.rank, rings, sent)
-
-        def rounds(pieces: Round = pieces) -> Iterable[Work]:
-            """The exchanges between two readings of the clock."""
-            for _ in range(sweep.rounds):
-                yield transport.exchange(*pieces, TAG)
-
-        spent = yield from timed(transport, sweep.repeats, clock, rounds)
+        action = partial(exchange_rounds, neighbours(transport.rank, rings, sent))
+        spent = yield from timed(transport, sweep.repeats, clock, action)
         times_s.append(spent / sweep.rounds)
     return times_s
 
 
 def neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -> Round:
-    """`sent` for the next rank of this rank's ring, and room for the previous one's; or nothing."""
+    """A rank's messages in a round: `sent` to the next rank of its ring, a buffer for the previous
+    rank's message. Both lists of (peer, tensor) are empty for a rank outside the rings.
+    """
     for ring in rings:
         if rank in ring and len(ring) > 1:
-            place = ring.index(rank)
-            after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+            index = ring.index(rank)
+            after, before = ring[(index + 1) % len(ring)], ring[index - 1]
             return [(after, sent)], [(before, torch.empty_like(sent))]
     return [], []
 
@@ -237,14 +239,15 @@ def _measure_rings(
 def _measure_nic(
     transport: Transport, nodes: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[str]:
-    """What has a network port of its own: each `rank`, or each `node`, whose ranks share one."""
+    """Measures what has a network port: each `rank`, or each `node`, whose ranks then share it."""
     lanes = min(map(len, nodes))
     if lanes == 1:
         return "rank"
-    largest = LinkSweep(sweep.message_bytes[-1:], sweep.repeats, sweep.rounds)
+    largest_only = LinkSweep(sweep.message_bytes[-1:], sweep.repeats, sweep.rounds)
+    # Each ring, a lane, has one rank of every node.
     rings = [[ranks[lane] for ranks in nodes] for lane in range(lanes)]
-    (one_s,) = yield from ring_times(transport, rings[:1], largest, clock)
-    (all_s,) = yield from ring_times(transport, rings, largest, clock)
+    (one_s,) = yield from ring_times(transport, rings[:1], largest_only, clock)
+    (all_s,) = yield from ring_times(transport, rings, largest_only, clock)
     # With a port for each rank, all_s is about one_s; with a shared port, lanes * one_s.
     return "node" if all_s > one_s * (1 + lanes) / 2 else "rank"
 
@@ -252,23 +255,24 @@ def _measure_nic(
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
     """The alpha and beta of one of the 2 (n - 1) rounds of the backend's all-reduce, as a ring."""
     n = transport.world_size
+
+    def all_reduce(values_N: torch.Tensor) -> Iterable[Work]:
+        """The one all-reduce between two readings of the clock."""
+        yield transport.all_reduce_(values_N)
+
     round_bytes, times_s = [], []
     for nbytes in sweep.message_bytes:
-        piece = nbytes // 8  # Elements of 4 bytes: a ring's messages are half as long as above.
+        piece = nbytes // 8  # fp32 elements of a message: half of the sweep's bytes
         values_N = torch.zeros(n * piece, dtype=torch.float32, device=transport.device)
-
-        def reduce(values_N: torch.Tensor = values_N) -> Iterable[Work]:
-            """The one all-reduce between two readings of the clock."""
-            yield transport.all_reduce_(values_N)
-
-        spent = yield from timed(transport, sweep.repeats, clock, reduce)
+        action = partial(all_reduce, values_N)
+        spent = yield from timed(transport, sweep.repeats, clock, action)
         round_bytes.append(4.0 * piece)  # the ring cuts the buffer into n pieces
         times_s.append(spent / (2 * (n - 1)))
     return fit_link(round_bytes, times_s)
 
 
 def host_clock(device: torch.device) -> Clock:
-    """The host's clock; on CUDA each reading waits for the device first."""
+    """The CPU's clock in seconds; on CUDA each reading first waits for the GPU's queued work."""
     if device.type != "cuda":
         return time.perf_counter
 

@@ -58,12 +58,12 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
-        # Values of a message of every element have 4 bits or 8, whatever the plan's bits.
+        # If the message holds every element, quantised values have 4 or 8 bits only.
         bits = dense_value_bits(self.value_bits) if scheme.sends_whole else self.value_bits
         form = scheme.message_format(options)
         if bits is not None and (form == "auto" or scheme.sends_whole):
-            # The one format of quantised values: `auto` stands for it, and a message of every
-            # element has it whatever `scheme.format` says.
+            # `rice` is the only format with quantised values: `auto` means it, and a message of
+            # every element uses it whatever `scheme.format` is.
             form = "rice"
         return MessageSpec(
             density=self.density,
@@ -119,12 +119,12 @@ class Planner:
         self._compression = compression
         self._scheme = scheme
         self._cluster = cluster
-        self._joined = False
+        self._joined = False  # whether `join` has compared the cluster file with the ranks
         self.enabled = True
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in step `step`: dense phases first, else the choice of a scheme.
+        """The plan of `bucket` in step `step`: dense where nothing is pruned, else a chosen scheme.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
@@ -138,10 +138,10 @@ class Planner:
         prunes_nothing = phase is not Phase.OFF and density == 1
         if not self.enabled:
             phase, choice = Phase.OFF, Choice(DENSE, "compression is switched off")
-        elif prunes_nothing and self._rounds(bucket):
+        elif prunes_nothing and self._quantises_all(bucket):
             content = "warm-up" if phase is Phase.WARMUP else "every element"
-            whole_schemes = [name for name, scheme in SCHEMES.items() if scheme.sends_whole]
-            choice = Choice(whole_schemes[0], f"{content} in {dense_value_bits(value_bits)} bits")
+            quantised_dense = next(name for name, scheme in SCHEMES.items() if scheme.sends_whole)
+            choice = Choice(quantised_dense, f"{content} in {dense_value_bits(value_bits)} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
             reason = "compression.enabled=false" if phase is Phase.OFF else "dense warm-up"
             choice = Choice(DENSE, reason)
@@ -159,19 +159,20 @@ class Planner:
             value_bits=None if scheme.takes is Input.DENSE else value_bits,
         )
 
-    def _rounds(self, bucket: Bucket) -> bool:
-        """Whether a step that prunes nothing sends every element in few bits, not dense.
+    def _quantises_all(self, bucket: Bucket) -> bool:
+        """Whether a step without pruning sends every element quantised, and not in full.
 
-        It does if the rest of the run has few bits.
+        It does if the later steps of the run quantise values.
         """
         named = SCHEMES.get(self._scheme.name)  # None for `auto`
+        # One rank sends nothing; a dense scheme, named by the user, sends values in full.
         if bucket.world_size == 1 or (named is not None and named.takes is Input.DENSE):
             return False
-        sends_whole = named is not None and named.sends_whole
-        return sends_whole or self._compression.given_value_bits is not None
+        always_quantises = named is not None and named.sends_whole
+        return always_quantises or self._compression.given_value_bits is not None
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The scheme of a step in which something may be pruned."""
+        """The scheme of a pruning step: the configured one; for `auto` the one of fewest bytes."""
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")
@@ -179,16 +180,17 @@ class Planner:
             bucket, density, self._scheme, self._compression.given_value_bits
         )
         dense_bytes = wire_bytes.pop(DENSE)
-        name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
-        reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
-        if bucket.world_size == 1 or wire_bytes[name] > WORTHWHILE * dense_bytes:
+        best = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
+        reason = f"{best} {wire_bytes[best]:.0f} B against dense {dense_bytes:.0f} B"
+        # Few bytes saved are not worth the time of encoding; one rank sends nothing.
+        if bucket.world_size == 1 or wire_bytes[best] > WORTHWHILE * dense_bytes:
             return Choice(DENSE, reason)
-        return Choice(name, reason)
+        return Choice(best, reason)
 
     def join(self, transport: Transport) -> None:
-        """Called with each group of ranks, before its first bucket.
+        """Checks that the cluster file fits the running ranks.
 
-        Checks the first group only. It may lie within one host of a cluster of several.
+        Called with each group of ranks before its first bucket; checks the first group only.
 
         Raises:
             ConfigError: the cluster file was measured on another cluster.
@@ -197,7 +199,7 @@ class Planner:
             return
         assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
         found = fingerprint(transport)
-        if found["hosts"] == "one":  # of the several that the file may have
+        if found["hosts"] == "one":  # a group may lie on one node of a cluster of several
             found["hosts"] = self._cluster.fingerprint.get("hosts", "one")
         self._cluster.check_fingerprint(found)
         self._joined = True
@@ -205,18 +207,18 @@ class Planner:
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """Exchanges numbers with the other ranks before the bucket's collective; usually none.
+        """Exchanges what the planner needs before the bucket's collective; this planner, nothing.
 
         The progress thread drives it, on every rank in the order of launches. Changes of the plan
         take effect in the next step.
 
         Args:
-            exchange: the bucket, about to be synchronised, and the means to do it.
+            exchange: the bucket that will be synchronised, with transport, buffers and timer.
             plan: the bucket's.
             step: the present step.
             message: this rank's selection; None for a dense plan.
         """
-        yield from ()
+        yield from ()  # makes this a generator
 
     def replan(self) -> None:
         """Drops every choice: the target density has changed. Called between two steps."""
@@ -225,7 +227,7 @@ class Planner:
         """The bucket's row of `plan.json`."""
         plan = self.plan_for(bucket, step)
         bits = self._compression.given_value_bits
-        # The schedule's density, with which schemes are compared: that of a dense plan is 1.
+        # The schedule's density, from which a scheme is chosen; a dense plan's own is 1.
         _, density = phase_and_density(self._compression, step)
         return {
             "bucket": bucket.name,
@@ -245,16 +247,16 @@ class Planner:
 
 
 def shape_of(bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None) -> BucketShape:
-    """The bucket's sizes, operation and ranks: what costs depend on beside the gradients."""
+    """The `BucketShape` of a bucket: what its costs depend on besides the gradients' sparsity."""
     kept = sum(piece.numel for piece in bucket.parameters if piece.keep)
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return BucketShape(
-        bucket.numel,
-        kept,
-        value_dtype.itemsize,
-        bucket.op,
-        bucket.world_size,
-        partial_dtype(bucket, value_dtype).itemsize,
-        value_bits,
-        bucket.lanes,
+        numel=bucket.numel,
+        kept_numel=kept,
+        element_bytes=value_dtype.itemsize,
+        op=bucket.op,
+        world_size=bucket.world_size,
+        partial_bytes=partial_dtype(bucket, value_dtype).itemsize,
+        value_bits=value_bits,
+        lanes=bucket.lanes,
     )

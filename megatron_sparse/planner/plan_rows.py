@@ -97,7 +97,7 @@ def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
         values["op"] = CollectiveOp(row["op"])
         shape = BucketShape(**values)
         if ranks:
-            if ranks % shape.lanes:  # lanes share the ranks evenly
+            if ranks % shape.lanes:  # every lane has as many of all `ranks`
                 raise ConfigError(
                     f"plan: bucket {name} is a part of a bucket, one of {shape.lanes} in each node",
                     expected=f"--ranks in multiples of {shape.lanes}",
@@ -142,10 +142,10 @@ def rows(
     density: float,
     op: CollectiveOp,
 ) -> list[Row]:
-    """The rows for `run` or `sizes`: exactly one is given. See `of_run` and `of_sizes`.
+    """The rows for a run (`of_run`) or for bucket sizes (`of_sizes`); exactly one is given.
 
-    Without `pricing` a run's own plan can be shown as it was written, but neither with other
-    `ranks` nor `anew`: with schemes or bits that were not priced.
+    Without `pricing` a run's plan is shown as the run wrote it. That is refused with `ranks`, and
+    with `anew`: the user names schemes or bits, which need new prices.
 
     Raises:
         ConfigError: none or both of them are given, an argument that they need is missing, or there
@@ -217,8 +217,9 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
 
 
 def _table(chosen: str, prices_us: dict[str, float]) -> Table:
-    """A line for each scheme, the cheapest first, the chosen one with a star: its predicted time,
-    and that over dense's.
+    """The table of schemes, the cheapest first, the chosen one with a star.
+
+    Columns: the predicted time in microseconds, and its ratio to that of `dense`.
     """
     table = plain_table("", "  scheme", "predicted us", "/ dense")
     for name, price in sorted(prices_us.items(), key=lambda item: item[1]):

@@ -36,7 +36,7 @@ class BucketState:
         hopeless: True if no candidate would beat dense even if all ranks selected the same
             elements.
         lanes: as `Bucket.lanes`.
-        nodes: ranks on each node of its group; empty where it is priced on the file's.
+        nodes: ranks on each node of its group; empty where prices use the cluster file's nodes.
     """
 
     numel: int

@@ -78,7 +78,7 @@ def predict(
             expected=" | ".join(able),
             got=scheme,
         )
-    if shape.lanes > 1:  # the lane's share of the links
+    if shape.lanes > 1:
         cluster = lane_cluster(cluster, shape.lanes, shape.world_size)
     if profile.numel not in (shape.numel, shape.pruned_numel):
         raise ConfigError(
@@ -98,6 +98,7 @@ def predict(
     run = DryRun(shape, densities, cluster, options, topology)
     if entry.takes is Input.SPARSE:
         sparse_form = run.messages(entry.message_format(options))
+        # Adds the time of selection and encoding; a whole message holds every element, quantised.
         run.select(run.whole_messages() if entry.sends_whole else sparse_form)
     entry.cost(run)  # moves the ranks' clocks by the scheme's rounds
     return float(run.clocks.now_n.max()) + cluster.host_s_per_bucket
@@ -140,8 +141,9 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
             expected=f"instances of whole nodes of {size} ranks, or nodes of whole instances",
             got=f"{lanes} ranks an instance",
         )
-    node_ranks = max(size // lanes, 1)  # of the lane: one for each whole instance on the node
-    sharing = min(lanes, size) if cluster.nic == "node" else 1
+    # The lane has one rank of each node or, with several whole instances on a node, one of each.
+    node_ranks = max(size // lanes, 1)
+    sharing = min(lanes, size) if cluster.nic == "node" else 1  # lanes that use one card
     beta_s = sharing * cluster.inter.beta_s
     dense_beta_s = max(sharing * cluster.dense.beta_s, beta_s)
     return replace(
@@ -159,10 +161,7 @@ def predict_all(
     options: SchemeConfig,
     schemes: Collection[str],
 ) -> dict[str, float]:
-    """Seconds from `predict` by scheme, of those in `schemes` that fit (`fits`).
-
-    They need a model, the bucket's operation, and messages as the options ask for.
-    """
+    """Predicted seconds (`predict`) of each scheme in `schemes` that `fits` accepts, by scheme."""
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
@@ -173,8 +172,8 @@ def predict_all(
 def fits(
     scheme: str, op: CollectiveOp, options: SchemeConfig, value_bits: int | None = None
 ) -> bool:
-    """Whether a scheme has a model, supports `op`, and has the messages that are asked for:
-    of fixed size with `scheme.capacity`, with values of few bits with `compression.value_bits`.
+    """Whether a scheme can be priced and used: it has a cost model, supports `op`, and has messages
+    of fixed size if `scheme.capacity` asks for them, and quantised ones if `value_bits` does.
 
     `straggler` and `straggler_direct` have no model here: their time depends on the delay of a rank
     that is known to be late (`straggler.cost`). `sparse_ps` has none because `direct` is faster.
@@ -183,9 +182,10 @@ def fits(
     if entry.cost is None:
         return False
     needs_slots = options.given_capacity is not None and entry.takes is Input.SPARSE
-    needs_bits = value_bits is not None
-    if (needs_slots and not entry.takes_slots) or (needs_bits and entry.own_format is not None):
+    if needs_slots and not entry.takes_slots:
         return False
+    if value_bits is not None and entry.own_format is not None:
+        return False  # only `rice` has quantised values
     return op in entry.ops
 
 
@@ -194,8 +194,8 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
 
     Args:
         schemes: as `planner.schemes`; None takes all schemes.
-        value_bits: as `compression.value_bits`; if both are None, the schemes that send every
-            element rounded (`Scheme.sends_whole`) are left out.
+        value_bits: as `compression.value_bits`; if this and `schemes` are None, schemes that send
+            every element quantised (`Scheme.sends_whole`) are left out: nobody asked for rounding.
     """
     names = registry.candidates()
     if schemes is not None:
@@ -233,7 +233,7 @@ def prior(shape: BucketShape, density: float) -> SparsityProfile:
 
 
 def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
-    """The profile if all ranks had selected the same elements: the best case."""
+    """The profile if all ranks selected the same elements: a sum is as sparse as one rank's."""
     return replace(
         profile,
         densification=dict.fromkeys(profile.densification, 1.0),
@@ -244,10 +244,10 @@ def fully_overlapping(profile: SparsityProfile) -> SparsityProfile:
 
 
 def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> bool:
-    """Whether the numbers that determine costs differ by at most the fraction `tolerance`."""
+    """Whether the numbers that cost models read differ by at most the fraction `tolerance`."""
 
     def costs(profile: SparsityProfile) -> list[float]:
-        """The numbers that cost models read, one after the other."""
+        """Those numbers, in the same order for every profile."""
         n = profile.world_size
         ratios = [*profile.skewness.values(), *profile.sum_skewness.values()]
         blocks = [*profile.block_density.values(), *profile.sum_block_density.values()]
@@ -261,11 +261,11 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
 
 def explain(chosen: str, prices: dict[str, float], basis: str) -> str:
     """The reason in words: the times of the chosen scheme, dense and the next best; the `basis`."""
-    told = [f"{chosen} {prices[chosen]:.0f} us"]
+    times = [f"{chosen} {prices[chosen]:.0f} us"]
     others = [name for name in prices if name not in (chosen, DENSE)]
     if chosen != DENSE:
-        told.append(f"dense {prices[DENSE]:.0f} us")
+        times.append(f"dense {prices[DENSE]:.0f} us")
     if others:
         next_best = least(prices, others)
-        told.append(f"{next_best} {prices[next_best]:.0f} us")
-    return f"{', '.join(told)} ({basis})"
+        times.append(f"{next_best} {prices[next_best]:.0f} us")
+    return f"{', '.join(times)} ({basis})"

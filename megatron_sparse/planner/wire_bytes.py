@@ -1,8 +1,8 @@
-"""Expected bytes that a scheme sends, from the sizes and the target density.
+"""Expected bytes that each rank sends, by scheme, from the bucket's sizes and the target density.
 
-For a bucket of N elements of b bytes on n ranks, m(d) bytes an element of a message of density d,
-the smallest of dense (b), COO (d (4 + b)) and Pici (d b + 1/8), and independent uniform positions,
-so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
+A bucket has N elements of b bytes, on n ranks. A message of density d has m(d) bytes an element,
+the smallest of dense (b), COO (d (4 + b)) and Pici (d b + 1/8). Positions count as independent and
+uniform, so the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4). An all-reduce sends:
 
 - `dense`, a ring: 2 (n - 1) / n N b;
 - `agsparse`: (n - 1) N m(d);
@@ -11,13 +11,12 @@ so that the sum has the density D = 1 - (1 - d)^n (ZEN, definition 4):
 With `compression.value_bits` m(d) is that of a Rice record with values in few bits
 (`pricing.records`), and m(D) of one with whole values, or with values of `scheme.sum_bits`.
 
-A reduce-scatter sends half of the first and (n - 1) / n N m(d) in the others (SparCML, Renggli et
-al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D smaller, so
-`direct` is never worse than predicted. With `scheme.capacity` c, messages and sums always have
+A reduce-scatter sends half of that for `dense`, and (n - 1) / n N m(d) for the others (SparCML,
+Renggli et al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D
+smaller, so `direct` is never worse than predicted. With `scheme.capacity` c, messages and sums have
 their maximum size: d becomes min(c d, 1), and D becomes min(n c d, 1). If the distributed optimizer
-has k instances, every scheme sends 2 (k - 1) / k N b / n more. The density of a lossless
-parameter's gradient is unknown in advance; it is assumed to equal that of the pruned part. With
-`planner.cluster` it is sampled.
+has k instances, every scheme sends 2 (k - 1) / k N b / n more. The density of a lossless parameter
+is assumed to be that of the pruned ones; with `planner.cluster` it is sampled.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ from megatron_sparse.pricing.records import KEPT_BYTES, record_bytes
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes that each rank of a ring sends for the whole bucket at full density.
+    """Bytes that each rank sends for the whole bucket in a dense ring collective.
 
     The sum over instances of the distributed optimizer is included.
     """
-    one_way = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
-    within = one_way if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * one_way
-    return within + _instances_wire_bytes(bucket, element_bytes)
+    scatter = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
+    # An all-reduce gathers the sums afterwards, which takes as many bytes.
+    in_instance = scatter if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * scatter
+    return in_instance + _instances_wire_bytes(bucket, element_bytes)
 
 
 def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
@@ -61,6 +61,7 @@ def predicted_bytes(
     pruned = sum(piece.numel for piece in bucket.parameters) - kept
 
     form = scheme.format if value_bits is None else "rice"
+    # `agsparse` and `direct` can both send slots, messages of fixed size.
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
 
     def message_bytes(density: float, bits: int | None, form: str) -> float:
@@ -74,15 +75,15 @@ def predicted_bytes(
         sent_density = min(factor * density, 1)
         sum_density = min(n * sent_density, 1)
     message = message_bytes(sent_density, value_bits, form)
-    others_share = (n - 1) / n
+    other_ranks_part = (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
-        agsparse = direct = others_share * message
+        agsparse = direct = other_ranks_part * message
     else:
         agsparse = (n - 1) * message
-        # Sums of other messages than Rice travel in the smallest format, whatever these have.
+        # Sums have format `rice` if messages have it, else the smallest format.
         sum_form = form if form == "rice" else "auto"
         sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
-        direct = others_share * (message + sums)
+        direct = other_ranks_part * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
     instances = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + instances, "direct": direct + instances}

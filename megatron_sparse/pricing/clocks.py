@@ -75,25 +75,26 @@ class RankClocks:
         self.now_n = self.now_n + seconds
 
     def in_rounds(self, rounds: Iterable[Sent]) -> None:
-        """Rounds in sequence; each rank begins a round when it has ended the one before."""
-        in_full = [Round(*np.broadcast_arrays(*sent)) for sent in rounds]  # a value for each rank
+        """Runs rounds in sequence; each rank begins one when it has ended the one before."""
+        # Numbers that hold for all ranks become arrays with a value for each rank.
+        arrays = [Round(*np.broadcast_arrays(*sent)) for sent in rounds]
         if self.topology.nic == "node" and len(self.topology.node_sizes) > 1:
-            QueuedRounds(self, in_full).run()
+            QueuedRounds(self, arrays).run()  # ranks of a node wait for one another at its card
             return
-        for each in in_full:
+        for each in arrays:
             self._round(each)
 
     def _round(self, each: Round) -> None:
         """Moves the clocks on by one round, in which every rank has ports of its own.
 
-        A rank ends it when its local work is done, its message has left and the other has arrived.
+        A rank ends the round when its local work is done, and its messages have left and arrived.
         """
         senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
-        # The host of either end first posts the message.
-        is_end_n = np.zeros_like(self.now_n)
-        is_end_n[senders] = is_end_n[targets] = 1.0
-        self.now_n = self.now_n + self.host_s * is_end_n
+        # First the CPUs of sender and receiver post the message.
+        posts_n = np.zeros_like(self.now_n)
+        posts_n[senders] = posts_n[targets] = 1.0
+        self.now_n = self.now_n + self.host_s * posts_n
         same_node = self._node_n[senders] == self._node_n[targets]
         intra, inter = self.topology.intra, self.topology.inter
         start_s = np.maximum(self.now_n[senders], self.now_n[targets])
@@ -105,9 +106,9 @@ class RankClocks:
         self.now_n = np.maximum(self.now_n + each.meanwhile_n, done_n)
 
     def wait_for(self, others: RankClocks) -> None:
-        """All ranks wait until `others`, a part of them that began together, has ended.
+        """All ranks wait for a phase that some of them run on clocks of its own, `others`.
 
-        The clocks of `others` began at 0 when the slowest rank of these came.
+        The phase, and its clocks at 0, begin when the slowest of all ranks is ready.
         """
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
@@ -119,7 +120,7 @@ class RankClocks:
         n = self.ranks_n.size
         if n == 1:
             return
-        # Of all n - 1 messages of a rank together: seconds, and seconds for each byte of `nbytes`.
+        # The latency, and the seconds that a rank's n - 1 messages take for each byte of `nbytes`.
         alpha_s, all_beta_s = _all_pairs(self.topology)
         latest_s = self.now_n.max() + self.host_s * (n - 1)
         self.now_n = np.full(n, latest_s + alpha_s + all_beta_s * nbytes)
@@ -144,16 +145,16 @@ class QueuedRounds:
         self._target = [each.target_n.tolist() for each in rounds]
         self._nbytes = [each.nbytes_n.tolist() for each in rounds]
         self._meanwhile = [each.meanwhile_n.tolist() for each in rounds]
-        self._place = [0] * n
+        self._round_index = [0] * n
         """The round that each rank is in."""
         self._pending = [0] * n
-        """Messages of this round that each rank has not ended."""
+        """How many of its messages of that round each rank has not ended."""
         self._done_s = [0.0] * n
-        """When each rank's messages of this round, as far as they have ended, did so."""
+        """The end of the last message that each rank has ended in that round."""
         self._now_s = clocks.now_n.tolist()
         """Each rank's clock, at the beginning of its round."""
         self._ready: list[tuple[float, int, int, int]] = []
-        """A heap of messages that both ends have posted: since when, sender, receiver, round."""
+        """A heap of messages that both ends have posted: (time, sender, receiver, round)."""
 
     def _sources(self, each: Round) -> list[int]:
         """The rank that each rank receives from in a round; -1 for none."""
@@ -164,7 +165,8 @@ class QueuedRounds:
     def run(self) -> None:
         """Moves the clocks on to the end of the last round. Mutates them.
 
-        The message that can start first goes first; one whose port is taken is put back until then.
+        Messages start in the order of time. One whose port is busy is queued again for the time at
+        which the port is free.
         """
         free_s = self._clocks.card_free_s
         for rank in range(len(self._now_s)):
@@ -189,9 +191,9 @@ class QueuedRounds:
 
     def _enter(self, rank: int) -> None:
         """Posts a rank's messages of its next round that has any; passes over empty rounds."""
-        while (number := self._place[rank]) < len(self._target):
+        while (number := self._round_index[rank]) < len(self._target):
             target, source = self._target[number][rank], self._source[number][rank]
-            messages = []  # of this rank: the other end, sender, receiver
+            messages = []  # of this rank: (peer, sender, receiver)
             if target >= 0 and self._nbytes[number][rank] > 0:
                 messages.append((target, rank, target))
             if source >= 0:
@@ -199,39 +201,39 @@ class QueuedRounds:
             self._pending[rank] = len(messages)
             if not messages:  # empty for this rank: local work only
                 self._now_s[rank] += self._meanwhile[number][rank]
-                self._place[rank] += 1
+                self._round_index[rank] += 1
                 continue
             self._now_s[rank] += self._clocks.host_s
             self._done_s[rank] = self._now_s[rank]
             for peer, sender, receiver in messages:
-                # The later one of the two finds the other waiting, and makes the message ready. No
-                # round has a message from a rank to itself.
-                is_waiting = self._place[peer] == number and self._pending[peer] > 0
-                if is_waiting:
+                # Of sender and receiver, the one that posts second finds its peer waiting in this
+                # round; the message is then ready. No rank sends a message to itself.
+                is_peer_waiting = self._round_index[peer] == number and self._pending[peer] > 0
+                if is_peer_waiting:
                     since_s = max(self._now_s[rank], self._now_s[peer])
                     heapq.heappush(self._ready, (since_s, sender, receiver, number))
             return
 
     def _leave(self, rank: int) -> None:
         """Ends a rank's round when its messages and its local work are done; enters the next."""
-        number = self._place[rank]
+        number = self._round_index[rank]
         worked_s = self._now_s[rank] + self._meanwhile[number][rank]
         self._now_s[rank] = max(worked_s, self._done_s[rank])
-        self._place[rank] += 1
+        self._round_index[rank] += 1
         self._enter(rank)
 
 
 def _all_pairs(topology: Topology) -> tuple[float, float]:
-    """Returns alpha, and the seconds for each byte of one message, where all ranks send to all.
+    """The time of an exchange in which all ranks send to all: (alpha, seconds a byte of a message).
 
-    A `VirtualCluster` starts messages by rank, as soon as both ports are free. With private ports
-    the number of messages in a row is the next power of two of the number of ranks, less one; this
-    is the shortest order for powers of two only. A port that a node shares takes the sum of all
-    messages that cross it.
+    A `VirtualCluster` starts messages by rank, as soon as both ports are free. If each rank has its
+    own ports, a rank's messages take as many turns as the next power of two of the number of ranks,
+    less one; fewer turns are possible unless that number is a power of two. A port that the ranks
+    of a node share takes the sum of all messages that cross it.
     """
     n, sizes = topology.world_size, topology.node_sizes
     largest = max(sizes)
-    # Seconds a byte of the messages within nodes, and of those between them.
+    # Seconds for each byte of a message: of all messages within nodes, of all between nodes.
     within = (_next_power(largest) - 1) * topology.intra.beta_s
     between = 0.0
     if len(sizes) > 1 and topology.nic == "node":

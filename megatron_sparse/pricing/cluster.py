@@ -139,7 +139,8 @@ class ClusterModel:
             raise ConfigError("nodes is empty", expected="ranks on each node", got=self.nodes)
         for number, ranks in enumerate(self.nodes):
             in_range(f"nodes[{number}]", ranks, 1, math.inf, integer=True)
-        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))  # 4.0 is a whole number
+        # 4.0 passes as a whole number. The dataclass is frozen.
+        object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
         for kind in ("intra", "inter", "dense"):
             link = getattr(self, kind)
             in_range(f"{kind}.alpha_s", link.alpha_s, 0, _MOST_S)
@@ -171,11 +172,11 @@ class ClusterModel:
         return not self.fingerprint
 
     def topology(self, world_size: int) -> Topology:
-        """Nodes and links for a number of ranks.
+        """The nodes and links of `world_size` ranks on this cluster.
 
-        If the measured nodes have `world_size` ranks, those nodes. Else, if one node was measured,
-        one node with all ranks. Else nodes as large as the largest measured one; the last node has
-        the remaining ranks.
+        The nodes are the measured ones if these have `world_size` ranks together. Otherwise it is
+        one node, if one was measured; else they are as large as the largest measured node, and the
+        last one has the remaining ranks.
 
         Example:
             >>> find("perlmutter").topology(6).node_sizes
@@ -189,10 +190,10 @@ class ClusterModel:
         return Topology.even(world_size, max(self.nodes), *links)
 
     def dense_link(self, world_size: int) -> Link:
-        """The link of the backend's ring for a number of ranks.
+        """The link that prices the backend's all-reduce, a ring over `world_size` ranks.
 
-        Within one node of a cluster that was measured across nodes, that is `intra`: the backend
-        was not measured there.
+        It is `intra` if they lie on one node of a cluster of several: there only the links were
+        measured, and the backend across nodes.
         """
         is_within_node = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
         return self.intra if is_within_node else self.dense
@@ -200,7 +201,7 @@ class ClusterModel:
     def codec_s(
         self, op: CodecOp, format: str, numel: float, density: float, element_bytes: int = 4
     ) -> float:
-        """Seconds that a rank takes for one call.
+        """Predicted seconds of one call of a codec's operation.
 
         Args:
             op: the operation.
@@ -224,7 +225,7 @@ class ClusterModel:
                 got=", ".join(known) or "no rates",
                 remedy=_REMEASURE,
             )
-        # Rates are those of fp32, of 4 bytes.
+        # Rates were measured with fp32 values, of 4 bytes.
         width_ratio = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
         if format == "pairs":
             rates = _on_this_side(rates, density)
@@ -263,13 +264,13 @@ class ClusterModel:
         Raises:
             ConfigError: the file cannot be read, a key is missing or unknown, or a value is wrong.
         """
-        # Here, so that GPU tests, which read no file, need no OmegaConf.
+        # Imported here, so that GPU tests, which read no file, need no OmegaConf.
         from omegaconf import OmegaConf
 
         try:
             content = OmegaConf.to_container(OmegaConf.load(path))
         except Exception as error:  # yaml's errors have no common base with those of the disk
-            # The error's text takes the content's place, and is refused below.
+            # A text is no mapping, so the next check refuses it and shows it to the user.
             content = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(content, dict) or not content:
             raise ConfigError(
@@ -298,13 +299,13 @@ class ClusterModel:
         Raises:
             ConfigError: it cannot be written.
         """
-        # Here, so that GPU tests, which write no file, need no PyYAML.
+        # Imported here, so that GPU tests, which write no file, need no PyYAML.
         import yaml
 
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-        # JSON makes lists of tuples and texts of enums; YAML would refuse both.
+        # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # A line for each rate, however long. They are not the last key, so a cut file lacks one.
+        # One line for each rate. Keys keep their order: a truncated file lacks those after `codec`.
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )
@@ -344,9 +345,10 @@ def find(name_or_path: str | Path) -> ClusterModel:
 
 
 def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
-    """Rates of the form that a record has at `density` (pairs or bitmap), extended to `PAIRS_END`.
+    """The rates of records that, like one of `density`, hold pairs or, like it, hold a bitmap.
 
-    Returns all rates if fewer than two have that form, too few for a line.
+    A rate at `PAIRS_END`, on the line through the nearest two, is added. If there are fewer than
+    two, all `rates` are returned.
     """
     is_pairs = density < PAIRS_END
     side = [rate for rate in rates if (rate.density < PAIRS_END) is is_pairs]
@@ -364,7 +366,7 @@ def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecR
 
 
 def _between(rates: Sequence[CodecRate], density: float) -> tuple[float, float]:
-    """Seconds a call and an element at a density; the rates are sorted by theirs."""
+    """Returns (seconds a call, seconds an element) at a density; `rates` ascend in density."""
     if density <= rates[0].density:
         return rates[0].seconds_per_call, rates[0].seconds_per_element
     for low, high in pairwise(rates):
@@ -374,16 +376,16 @@ def _between(rates: Sequence[CodecRate], density: float) -> tuple[float, float]:
 
 
 def _on_line(one: CodecRate, other: CodecRate, density: float) -> tuple[float, float]:
-    """Seconds a call and an element on the straight line through two rates."""
-    part = (density - one.density) / (other.density - one.density)
+    """Returns (seconds a call, seconds an element) on the straight line through two rates."""
+    share = (density - one.density) / (other.density - one.density)
     return (
-        one.seconds_per_call + part * (other.seconds_per_call - one.seconds_per_call),
-        one.seconds_per_element + part * (other.seconds_per_element - one.seconds_per_element),
+        one.seconds_per_call + share * (other.seconds_per_call - one.seconds_per_call),
+        one.seconds_per_element + share * (other.seconds_per_element - one.seconds_per_element),
     )
 
 
 def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:
-    """The model from the plain values of its file; a `ConfigError` names the key that is wrong."""
+    """Makes the model from plain values of a YAML file; a `ConfigError` names a wrong key."""
     values = _exact("the cluster", mapping, ClusterModel)
     for kind in ("intra", "inter", "dense"):
         values[kind] = Link(**_exact(kind, values[kind], Link))
@@ -415,7 +417,8 @@ def _exact(key: str, value: object, kind: type) -> dict[str, Any]:
     mapping = _typed(key, value, dict)
     names = [field.name for field in dataclasses.fields(kind)]
     wrong = mapping.keys() ^ set(names)  # missing or unknown
-    for name in sorted(map(str, wrong)):  # the error names the first one
+    if wrong:
+        name = min(map(str, wrong))
         raise ConfigError(
             f"{key} {'lacks' if name in names else 'has an unknown key'} {name!r}",
             expected=", ".join(names),

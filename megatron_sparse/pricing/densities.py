@@ -2,7 +2,7 @@
 
 A profile (`SparsityProfile`) says how dense the sum of k ranks is (ZEN, definition 4), how much
 denser the densest of p partitions is than the mean (definition 5), for one rank and for the sum of
-all, and which part of the blocks holds a non-zero element. The rest is assumed:
+all, and which fraction of the blocks holds a non-zero element. The rest is assumed:
 
 - The densest partitions lie within one another, from the bucket's beginning on, as for rows sorted
   by frequency: the densest of 4 is in the denser half. The skewness at 2, 4, ... n partitions is
@@ -50,7 +50,7 @@ class SumDensities:
         self._ranks_each, self._lanes = ranks_each, lanes
         # `_partitions` by its arguments: schemes ask for the same ones in every round.
         self._known: dict[tuple[int, int], np.ndarray] = {}
-        # The fraction of always-kept elements that the profile counts among the non-zero ones.
+        # The fraction of elements that are always kept: to take off if the profile includes them.
         self._kept = 0.0
         if 0 < shape.kept_numel < shape.numel and profile.numel != shape.pruned_numel:
             self._kept = shape.kept_numel / shape.numel
@@ -70,11 +70,11 @@ class SumDensities:
         return self._partitions(ranks * self._ranks_each, parts * self._lanes)[:parts]
 
     def block_density(self, ranks: int, parts: int, block_size: int) -> np.ndarray:
-        """Fraction of each part's blocks that are non-zero, P numbers.
+        """The fraction of non-zero blocks in each of P equal parts of the bucket, densest first.
 
         Args:
-            ranks: that are summed. Blocks were measured in one rank's selection and in the sum of
-                all; sums between have the density of `ranks`, and blocks as the sum of all.
+            ranks: number of summed contributions. Non-zero blocks were measured for one rank and
+                for the sum of all; a smaller sum clusters its elements as the sum of all does.
             parts: P.
             block_size: elements of a block.
         """
@@ -82,10 +82,11 @@ class SumDensities:
         by_size, measured_ranks = profile.block_density, 1
         if ranks > 1:
             by_size, measured_ranks = profile.sum_block_density, profile.world_size
-        # Fitted to what was measured, the whole bucket, in parts that follow its skewness.
+        # Fitted on the whole bucket, which was measured, cut finely enough to show its skewness.
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
+        # 1 - (1 - density)^block_elements: one of so many independent elements is non-zero.
         return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:
@@ -94,18 +95,18 @@ class SumDensities:
         return min(max((density - self._kept) / (1 - self._kept), 0.0), 1.0)
 
     def _partitions(self, ranks: int, parts: int) -> np.ndarray:
-        """The density of the sum of so many ranks in each of P parts of the whole pruned part."""
+        """The density of the sum of `ranks` ranks in each of P parts of the bucket; cached."""
         key = (ranks, parts)
         if key not in self._known:
             self._known[key] = self._computed(ranks, parts)
         return self._known[key]
 
     def _computed(self, ranks: int, parts: int) -> np.ndarray:
-        """`_partitions` by the power law in u; scaled, so that the mean is that of the profile."""
+        """Computes `_partitions` by the module's power law in u, scaled to the profile's mean."""
         everyone = self._profile.world_size
         one_P = self._mean(1) * _shares(self._profile.skewness, parts)
         if ranks == 1 or everyone == 1:
-            density_P = one_P  # no law: one rank is summed or measured
+            density_P = one_P  # one rank is summed, or was measured: no second point for a law
         else:
             all_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
             # Clipped, because u must be above 0 and finite.
@@ -121,8 +122,9 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     """The profile without the skewness that chance alone adds to the densest partition.
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
-    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation). That
-    partition is another one on every rank and in every step.
+    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation). It
+    is a different partition on every rank and in every step, so no rank's load stays higher.
+    A clump is a number of elements that are non-zero together, see `_clump_numel`.
     """
     clumps = profile.numel / _clump_numel(profile)
 
@@ -143,9 +145,10 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
 
 
 def _clump_numel(profile: SparsityProfile) -> float:
-    """Elements that are non-zero together, as in an embedding's row; 1 if independent.
+    """How many elements are non-zero together, as in an embedding's row; 1 if independent.
 
-    The non-zero elements of a non-zero block, over what they would be at independent places.
+    It is the mean count of non-zero elements in a non-zero block of the smallest size, divided by
+    that count for independent positions.
     """
     size = min(profile.block_density)
     filled = profile.block_density[size]
@@ -158,16 +161,16 @@ def _clump_numel(profile: SparsityProfile) -> float:
 
 
 def _shares(skewness: Mapping[int, float], parts: int) -> np.ndarray:
-    """Each partition's density over the mean one, densest first: steps of the Lorenz curve.
+    """The density of each of `parts` equal parts over the mean density, densest part first.
 
-    The densest 1 / count of a bucket holds ratio / count of the non-zero elements. The curve
-    through these points is linear in between.
+    These are the steps of the Lorenz curve: the densest of `count` partitions holds ratio / count
+    of the non-zero elements, and the curve is linear between these points.
     """
-    positions, held = [0.0], [0.0]
+    bucket_shares, nnz_shares = [0.0], [0.0]
     for count, ratio in sorted(skewness.items(), reverse=True):
-        positions.append(1 / count)
-        held.append(min(max(ratio / count, held[-1]), 1.0))
-    curve = np.interp(np.arange(parts + 1) / parts, [*positions, 1.0], [*held, 1.0])
+        bucket_shares.append(1 / count)
+        nnz_shares.append(min(max(ratio / count, nnz_shares[-1]), 1.0))
+    curve = np.interp(np.arange(parts + 1) / parts, [*bucket_shares, 1.0], [*nnz_shares, 1.0])
     return np.sort(np.diff(curve))[::-1] * parts
 
 
@@ -178,11 +181,11 @@ def _at(measured: Mapping[int, float], size: int) -> float:
 
 
 def _independent_elements(density_P: np.ndarray, fraction: float, block_size: int) -> float:
-    """Independently chosen elements per block that make this fraction of blocks non-zero."""
+    """With how many independent elements in a block this fraction of blocks is non-zero."""
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:
-        """The fraction of blocks that so many elements a block make non-zero: it only grows."""
+        """The fraction of non-zero blocks at so many elements in a block; it grows with them."""
         return float(-np.expm1(elements * log_empty_P).mean())
 
     low, high = 0.0, float(block_size)

@@ -64,11 +64,10 @@ class DryRun:
         return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
 
     def sum_format(self, name: str = "auto") -> RecordFormat:
-        """Records of sums as `SparseSum` writes them, with values in full.
+        """The format of the records in which `SparseSum` sends sums, with values in full.
 
         Args:
-            name: of the format; `auto` is Rice where the ranks' messages are, as all quantised ones
-                are.
+            name: of the format; `auto` is Rice if the ranks' messages are, as quantised ones are.
         """
         if name == "blocks":
             return BlockFormat(name, self.cluster, block_size=self.options.block_size)
@@ -117,7 +116,7 @@ class DryRun:
     def select(self, form: RecordFormat) -> None:
         """Adds the seconds of threshold, error feedback, pruning and encoding to all clocks."""
         density = self.densities.whole(1)
-        if isinstance(form, BlockFormat):
+        if isinstance(form, BlockFormat):  # its densities are those of blocks, not of elements
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
         self.work(form.seconds(CodecOp.SELECT, self.piece(), density, self.b))
 
@@ -168,7 +167,10 @@ class DryRun:
         self.shifts([(step, nbytes, 0.0)])
 
     def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
-        """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
+        """Runs rounds in which rank r sends to rank r - step: (step, bytes sent, seconds of work).
+
+        Bytes and seconds are one number for all ranks, or an array with one for each rank.
+        """
         ranks = self.clocks.ranks_n
         self.clocks.in_rounds(
             [((ranks - step) % self.n, sent, local) for step, sent, local in rounds]

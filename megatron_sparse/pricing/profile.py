@@ -100,10 +100,10 @@ class SparsityProfile:
     def sum_density(self, ranks: int) -> float:
         """The density of the sum of `ranks` ranks' gradients.
 
-        In the variable u = -log(1 - density), the mean number of ranks that have an element if they
-        choose independently, it is a power law between two measured points and, beyond the last
-        one, that of the last two. So it is exact for independent uniform positions (u grows with
-        the number of ranks) and for full overlap (u is constant). Never above 1.
+        The density gives u = -log(1 - density), the mean number of ranks that have an element if
+        they choose independently. Between two measured numbers of ranks, u follows a power law in
+        that number; beyond the last one, the law of the last two. So it is exact for independent
+        uniform positions (u grows with the ranks) and full overlap (u is constant). Never above 1.
 
         Args:
             ranks: at least 1.
@@ -115,7 +115,7 @@ class SparsityProfile:
             return 0.0
         if any(k < ranks and density >= 1 for k, density in points.items()):
             return 1.0  # fewer ranks already have every element
-        # At most all elements but half a one are non-zero: u would be infinite at full density.
+        # The densest is all elements but half of one: at density 1, u would be infinite.
         most = 1 - 0.5 / max(self.numel, 1)
         known = sorted(points)
         if len(known) == 1:
@@ -203,7 +203,7 @@ def _real(value: object) -> float:
 
 
 def _wrong(field: str, expected: object, got: object) -> ProfileError:
-    """The error for a field of a profile."""
+    """Makes the error for a field of a profile that has a wrong value."""
     return ProfileError(
         f"a sparsity profile is wrong in {field}",
         expected=expected,

@@ -70,7 +70,7 @@ class RecordFormat:
     fixed: bool = False
 
     def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """Bytes of a piece's records; none for a piece without elements.
+        """Bytes of a piece's records: one of its pruned elements, one of its kept ones, if any.
 
         Args:
             piece: the elements.
@@ -79,7 +79,7 @@ class RecordFormat:
         """
         if not piece.numel:
             return 0.0 * np.asarray(density)  # a zero for each density
-        headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))  # a record of each kind
+        headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
         # Where pruned elements travel in few bits, kept ones travel in bf16.
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
         pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
@@ -120,10 +120,10 @@ class RecordFormat:
 
 @dataclass(frozen=True)
 class BlockFormat(RecordFormat):
-    """The same for OmniReduce's blocks; densities are fractions of non-zero blocks.
+    """`RecordFormat` for OmniReduce's blocks: here a density is the fraction of non-zero blocks.
 
-    Codecs were measured on elements at random places. So this class takes the rates of the element
-    density at which random places give the same fraction of non-zero blocks.
+    Codecs were measured on elements at random positions. So this class takes the rate at the
+    element density for which random positions give the same fraction of non-zero blocks.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -136,6 +136,7 @@ class BlockFormat(RecordFormat):
     def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
         """Seconds of one codec call; `density` is the fraction of blocks that are not zero."""
         block_bytes = self.block_size * value_bytes
+        # A record is dense unless blocks with their indices are smaller.
         form = "dense" if density * (INDEX_BYTES + block_bytes) >= block_bytes else "blocks"
         # A block is empty with the probability 1 - density = (1 - element_density)^block_size.
         log_empty = np.log1p(-min(density, MOST_DENSITY))
@@ -159,11 +160,11 @@ def _by_position(density: Density, value_bytes: int) -> Density:
 
 
 def each(function: Callable[[float], float], density: Density) -> Density:
-    """The function's value for a density, or for each of an array; called once for equal ones."""
+    """Applies a function to a density, or to each one of an array, to equal ones only once."""
     if np.ndim(density) == 0:
         return function(float(density))
-    values, places = np.unique(np.round(density, 12), return_inverse=True)
-    return np.array([function(float(value)) for value in values])[places]
+    values, indices = np.unique(np.round(density, 12), return_inverse=True)
+    return np.array([function(float(value)) for value in values])[indices]
 
 
 def record_bytes(
@@ -188,7 +189,7 @@ def record_bytes(
         (0.4, 0.505)
     """
     if value_bits is not None:
-        # No cap as below: a record of few bits does not become dense.
+        # Not limited to the dense size, as below: quantised records are never sent dense.
         value_bytes = (value_bits + SCALE_BITS) / 8
         return value_bytes if form == "dense" else _rice_bytes(density, value_bytes, fixed)
     if form == "rice":
@@ -214,7 +215,7 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
     chunk_bits = CHUNK_BITS
     if fixed:
         gap_bits = parameter + 1 + (1 - density) / density / 2**parameter
-        # Quantised values are in planes of bits and groups; a chunk begins all of them anew.
+        # Each bit of quantised values, and their scales, have a section: a word more in a chunk.
         section_words = math.ceil(8 * value_bytes) if value_bytes < 2 else 0
         chunk_bits = 64 + 32 * (span + section_words)  # the table's row, and words of 32 bits
     return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span

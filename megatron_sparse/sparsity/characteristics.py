@@ -39,7 +39,7 @@ MOST_PAIRS = 64 * 63 // 2
 
 
 def pack(elements_K: np.ndarray, numel: int) -> np.ndarray:
-    """The set of some elements of [0, numel): uint64 words, ceil(numel / 64) of them.
+    """Packs a set of elements of [0, numel) into bits: ceil(numel / 64) words of uint64.
 
     Args:
         elements_K: integers, in any order.
@@ -72,13 +72,13 @@ def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         k and its unions: [n, W], or [1, W] for k = n. Valid until the next one is asked for.
     """
     n = words_nW.shape[0]
-    union_gW, held = words_nW, 1  # unions of `held` neighbours, which double
+    union_gW, joined = words_nW, 1  # row r: the union of `joined` ranks from r on
     for k in union_counts(n):
         if k == n:
             yield n, np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
             return
-        if k > held:
-            union_gW, held = union_gW | np.roll(union_gW, -held, axis=0), k
+        if k > joined:  # k is twice `joined`: join each union with that of the next ranks
+            union_gW, joined = union_gW | np.roll(union_gW, -joined, axis=0), k
         yield k, union_gW
 
 
@@ -120,12 +120,12 @@ def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
 
     Args:
         elements: of each rank, in [0, numel).
-        numel: of the whole; a byte each is used.
+        numel: elements of the whole vector; one byte of memory is used for each.
     """
-    held_N = np.zeros(numel, dtype=bool)
+    mask_N = np.zeros(numel, dtype=bool)
     for own_K in elements:
-        held_N[own_K] = True
-    return np.flatnonzero(held_N)
+        mask_N[own_K] = True
+    return np.flatnonzero(mask_N)
 
 
 def profile_of(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
@@ -147,7 +147,7 @@ def profile_of(elements: Sequence[np.ndarray], numel: int) -> SparsityProfile:
     n = len(elements)
     words_nW = np.stack([pack(own_K, numel) for own_K in elements])
     nnz = sum(own_K.size for own_K in elements)
-    # By k: the elements of the sum of k ranks, the mean over the groups of k.
+    # k -> non-zero elements of the sum of k ranks, the mean over the groups of k neighbours.
     nnz_of_sum = {k: sum(map(size_of, sets)) / len(sets) for k, sets in unions(words_nW)}
     sum_K = union_of(elements, numel)
     mean_nnz = nnz / n
@@ -203,7 +203,7 @@ def skewness_ratio(counts: Sequence[float], numel: int) -> float:
 
 
 def block_fraction(elements_K: np.ndarray, numel: int, size: int) -> float:
-    """The fraction of blocks of `size` elements that hold one of some ascending elements."""
+    """The fraction of blocks of `size` elements that hold any of `elements_K`, which ascend."""
     blocks = -(-numel // size)
     if not elements_K.size:
         return 0.0

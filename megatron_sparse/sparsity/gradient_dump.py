@@ -120,7 +120,7 @@ class GradientDumpWriter:
     ) -> None:
         """Writes the selection from a bucket, if its iteration is to be dumped.
 
-        Mutates what `selected_values` mutates. Steps count from 0, iterations from 1.
+        Mutates the gradient or a buffer, see `selected_values`. Iteration 1 is step 0.
         """
         if self.wants(step + 1):
             selected_N = selected_values(bucket, message, buffers)
@@ -144,10 +144,10 @@ class GradientDumpWriter:
         folder = self._folder / f"iteration-{iteration:06d}" / self._place
         path = folder / f"{quote(bucket, safe='')}.{kind}.pt"
         partial = path.with_suffix(".partial")  # so that a reader never sees half a file
-        held = _packed(values.detach())
+        content = _packed(values.detach())
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(held, partial)
+            torch.save(content, partial)
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:  # the latter is torch's on a full disk
             self._is_broken = True
@@ -155,27 +155,28 @@ class GradientDumpWriter:
 
 
 def _packed(values: torch.Tensor) -> dict[str, Any]:
-    """The content of a file: non-zero values and their indices, or all values if no larger."""
+    """The content of a file: non-zero values and indices, or all values if that is no larger."""
     dense_N = values.to_dense().flatten()
     sparse_N = dense_N.to_sparse()
     numel, value_bytes = dense_N.numel(), dense_N.dtype.itemsize
     index_dtype = torch.int32 if numel < 2**31 else torch.int64
     index_K, value_K = sparse_N.indices()[0].to(index_dtype), sparse_N.values()
-    held: dict[str, Any] = {"version": VERSION, "numel": numel}
+    content: dict[str, Any] = {"version": VERSION, "numel": numel}
     if value_K.numel() * (index_dtype.itemsize + value_bytes) >= numel * value_bytes:
-        return held | {"values": dense_N.cpu().clone()}
-    return held | {"values": value_K.cpu(), "indices": index_K.cpu()}
+        # A clone, because `torch.save` writes the whole storage that a view lies in.
+        return content | {"values": dense_N.cpu().clone()}
+    return content | {"values": value_K.cpu(), "indices": index_K.cpu()}
 
 
-def _unpacked(held: dict[str, Any]) -> torch.Tensor:
-    """The inverse of `_packed`. Raises one error or another if `held` is not its result."""
-    if held["version"] != VERSION:
-        raise ValueError(f"version {held['version']}")
-    if "indices" not in held:
-        return held["values"].view(held["numel"])
-    index_SK = held["indices"].unsqueeze(0)
+def _unpacked(content: dict[str, Any]) -> torch.Tensor:
+    """The inverse of `_packed`; raises errors of any class if `content` is not its result."""
+    if content["version"] != VERSION:
+        raise ValueError(f"version {content['version']}")
+    if "indices" not in content:
+        return content["values"].view(content["numel"])
+    index_SK = content["indices"].unsqueeze(0)
     return torch.sparse_coo_tensor(
-        index_SK, held["values"], (held["numel"],), is_coalesced=True, check_invariants=True
+        index_SK, content["values"], (content["numel"],), is_coalesced=True, check_invariants=True
     )
 
 
@@ -225,18 +226,18 @@ class GradientDump:
 
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:
-        """By name, group by group; with several groups a bucket is named `<group>/<name>`."""
+        """The dump's buckets by name, which is `<group>/<name>` if there are several groups."""
         found: set[DumpedBucket] = set()
         for iteration in self.iterations:
             for file in self._of(iteration).glob("group-*/rank-*/*.pt"):
                 group, stem = file.parent.parent.name, file.name.rsplit(".", 2)[0]  # .<kind>.pt
                 if _GROUP.fullmatch(group):
                     found.add(DumpedBucket(group, stem))
-        many = len({bucket.group for bucket in found}) > 1
+        has_several_groups = len({bucket.group for bucket in found}) > 1
         named: dict[str, DumpedBucket] = {}
         for bucket in sorted(found):
             name = unquote(bucket.stem)
-            named[f"{bucket.group}/{name}" if many else name] = bucket
+            named[f"{bucket.group}/{name}" if has_several_groups else name] = bucket
         return named
 
     def kinds(self, iteration: int, bucket: str) -> list[Kind]:
@@ -271,7 +272,7 @@ class GradientDump:
         return found
 
     def _files(self, iteration: int, bucket: str, kind: Kind) -> list[Path]:
-        """Each rank's file for a bucket of the dump, whether it is there or not.
+        """Each rank's file of a bucket's tensor, whether or not the file exists.
 
         Raises:
             ProfileError: there is no such iteration or bucket.

@@ -74,9 +74,8 @@ def sample_profile(
     Call it between the selection and the exchange of the message.
 
     Args:
-        bucket: the gradients that the message was selected from. Mutated: an fp32 gradient then
-            holds this rank's selection, because every collective may overwrite it; for other
-            dtypes the buffer of the fp32 sum holds it.
+        bucket: the gradients that the message was selected from. Mutated: an fp32 gradient is
+            overwritten by this rank's selection, as in `selected_values`.
         message: this rank's selection, in any format.
         transport: the group.
         buffers: provide scratch memory.
@@ -97,7 +96,7 @@ def sample_profile(
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.step)
         measured = plan.measure(selected_values(bucket, message, buffers), buffers)
         own_checksum = zlib.crc32(measured.numpy().tobytes())
-    # This refuses ranks that disagree, and brings the checksums by which parts are checked.
+    # Refuses ranks whose bucket, seed or step differ; returns every rank's size and checksum.
     scheme = f"profile/{seed}/{WINDOWS}"
     identity = Identity(scheme, bucket, message.value_dtype, message.step)
     announced = yield from exchange_sizes([measured.numel(), own_checksum], identity, transport)
@@ -117,9 +116,8 @@ def sample_profile(
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
     """The content of a rank's own message, fp32 [N]: zeros where nothing was selected.
 
-    For an fp32 gradient it uses the gradient itself, which is overwritten here; the collective
-    would overwrite it anyway. For a narrower one it uses an fp32 buffer: on a CPU that of the
-    collective's sum.
+    They overwrite an fp32 gradient, which the collective will overwrite with the sum anyway. For a
+    narrower gradient they are in an fp32 buffer: on a CPU that of the collective's sum.
 
     Args:
         bucket: the bucket that the message was selected from.
@@ -132,7 +130,7 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
         sum_N = buffers.take_own("sum", bucket, bucket.numel, torch.float32)
     records = message.buffer[: message.nbytes]
     slots_S = None if message.slots is None else message.slots.offsets
-    # The rank only names the sender of a damaged record, which here would be ourselves.
+    # Rank 0 stands for this rank: it would only be named as the sender of a damaged record.
     expected = message.expected(message.layout.segment_offsets, 0, slots_S)
     decode_add_(sum_N, records, expected, fresh=True)
     return sum_N
@@ -140,15 +138,15 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The sample of a step, and the layout of a rank's part of the answer.
+    """What a step samples of a bucket, and how each rank's numbers, its part, are laid out.
 
-    A part is int64: non-zero elements of each finest partition, of each of n partitions, non-zero
-    blocks of each size of `BLOCK_SIZES`, and the windows, bit i of a word being its element i.
+    A part is int64: non-zero elements in each finest partition, and in each of n even partitions;
+    non-zero blocks of each size in `BLOCK_SIZES`; the windows, bit i of a word being its element i.
 
     Attributes:
         numel: elements of the bucket.
         world_size: n.
-        finest: partitions that all other powers of two are unions of.
+        finest: number of the finest partitions; those of a smaller power of two are unions of them.
         window_W: int64, ascending; window w holds the elements from 256 w on.
     """
 
@@ -170,13 +168,11 @@ class SamplePlan:
         # Stratum i holds the windows from edges[i] to before edges[i + 1].
         edges = torch.arange(count + 1) * windows // max(count, 1)  # count may be 0
         drawn_W = edges[:-1] + (fraction_W * edges.diff()).long()
-        # The numbers of partitions that a profile will ask for. Where they are powers of two, each
-        # of their partitions is to be made of whole finest ones.
-        counts = partition_counts(numel, world_size=1)  # the ranks' own number is no matter here
-        powers = [p for p in counts if p.bit_count() == 1]
-        # As many as there are windows, at most `FINEST`, rounded down to a power of two.
+        # As many finest partitions as windows, at most `FINEST`, rounded down to a power of two.
         of_windows = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
-        finest = max([*powers, of_windows])
+        # But no fewer than a profile asks for: with one rank these numbers are powers of two, and
+        # each of their partitions must consist of whole finest ones.
+        finest = max([*partition_counts(numel, world_size=1), of_windows])
         return cls(numel, world_size, finest, drawn_W)
 
     @property
@@ -190,7 +186,7 @@ class SamplePlan:
         return np.arange(self.finest + 1, dtype=np.int64) * self.numel // self.finest
 
     def measure(self, values_N: torch.Tensor, buffers: MessageBuffers) -> torch.Tensor:
-        """This rank's part, laid out as `SamplePlan` says; on the CPU, so CUDA is waited for.
+        """Counts this rank's part, in the layout of `SamplePlan`; on the CPU, so it waits for CUDA.
 
         Suffixes: B blocks of 64 elements, P partitions, W words of the windows.
 
@@ -204,10 +200,10 @@ class SamplePlan:
         mask_N[: self.numel].copy_(values_N)
         mask_N[self.numel :] = False
         mask_B64 = mask_N.view(-1, WORD_BITS)
-        # Bytes of 0 or 1 are added eight at a time; the product's highest byte is their sum.
+        # Eight bytes of 0 or 1 are added at once: the highest byte of the product is their sum.
         nnz_B = (mask_N.view(torch.int64).view(-1, WORD_BITS // 8).sum(1) * _BYTE_SUM) >> 56
         window_bits = mask_N.view(-1, WINDOW_NUMEL)[self.window_W.to(mask_N.device)]
-        # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
+        # Eight bytes of 0 or 1 become eight bits: byte i is bit i of the product's highest byte.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
         before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])  # elements before each block
         finest_P = _counts(mask_B64, before_B, self._cuts)
@@ -216,7 +212,7 @@ class SamplePlan:
         return torch.cat([finest_P, equal_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:
-        """The profile that follows from all ranks' parts.
+        """Computes the profile from all ranks' parts.
 
         Only operations that IEEE 754 rounds exactly are used, and sums that do not depend on their
         order: ranks on different processors get the same bits.
@@ -231,8 +227,8 @@ class SamplePlan:
             parts, np.cumsum([self.finest, n, len(BLOCK_SIZES)]), axis=1
         )
         words_nW = np.ascontiguousarray(words).view(np.uint64)
-        # By number of partitions, each rank's elements in each: n partitions are counted apart,
-        # and other numbers are powers of two, whose partitions are unions of the finest ones.
+        # p -> each rank's non-zero elements in each of p partitions. For p = n the ranks counted
+        # them; other p are powers of two, whose partitions are unions of finest ones.
         counts = {
             p: equal_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
             for p in partition_counts(numel, n)
@@ -242,11 +238,11 @@ class SamplePlan:
         density = nnz / (n * numel)
         unions_P = self._unions(total_P, words_nW)
         union_nnz = {k: math.fsum(union_P.tolist()) for k, union_P in unions_P.items()}
-        sum_counts = {  # estimated elements of the sum in each
+        sum_counts = {  # p -> estimated non-zero elements of the sum in each of p partitions
             p: self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n])
             for p, found_nP in counts.items()
         }
-        blocks = {  # the fraction that holds an element, by size: the mean over ranks
+        blocks = {  # block size -> fraction of blocks with a non-zero element, mean over ranks
             size: count / (n * -(-numel // size))
             for size, count in zip(BLOCK_SIZES, blocks_nB.sum(0).tolist(), strict=True)
         }
@@ -265,15 +261,15 @@ class SamplePlan:
         )
 
     def _unions(self, total_P: np.ndarray, words_nW: np.ndarray) -> dict[int, np.ndarray]:
-        """Elements of the unions of k ranks in each of the finest partitions, on average; by k.
+        """Estimates k -> mean non-zero elements of k ranks' union in each finest partition.
 
-        Partitions of like density are a class. The windows in it say how many times one rank's
-        elements a union has there; few elements count less than the bucket's own ratio (`PRIOR`).
+        Partitions of similar density form a class. The windows in a class give the ratio of a
+        union's elements to one rank's; it is mixed with the whole bucket's ratio (`PRIOR`).
         Suffixes: P finest partitions, W windows, C classes, g sets; in `words_` W is words.
 
         Args:
-            total_P: int64, elements of all ranks in each.
-            words_nW: each rank's elements in the windows.
+            total_P: int64, non-zero elements of all ranks together in each finest partition.
+            words_nW: each rank's elements in the windows, as bits.
         """
         mean_P, size_P = total_P / len(words_nW), np.diff(self._cuts).astype(np.float64)
         class_P, classes = _classes_by_density(mean_P / size_P)
@@ -284,7 +280,7 @@ class SamplePlan:
         class_W = class_P[np.searchsorted(self._cuts, middle_W, side="right") - 1]
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
-            """Counts the sets' elements in the windows of each class; their mean over the sets."""
+            """The sets' elements in the windows of each class, the mean over the sets."""
             bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             size_W = bits_W.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
@@ -308,12 +304,12 @@ class SamplePlan:
     def _cut(self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray) -> list[float]:
         """Estimates how many elements the ranks' union has in each of Q even partitions.
 
-        A rank's exact mean there, times the ratio of the union to one rank. The ratio is that
-        of the finest partitions (P), in which elements are taken to lie evenly. No number
-        exceeds its partition's elements.
+        That is a rank's exact mean there, times the ratio of the union to one rank. The ratio
+        follows from the finest partitions (P), in which elements are assumed to lie evenly. No
+        estimate exceeds the size of its partition.
 
         Args:
-            mean_Q: non-zero elements of one rank in each of the Q, on average.
+            mean_Q: non-zero elements of one rank in each of the Q partitions, the mean over ranks.
             mean_P: the same in each of the finest partitions.
             union_P: estimated elements of the union in each of the finest partitions.
         """
@@ -333,11 +329,11 @@ class SamplePlan:
         return np.minimum(found_Q, np.diff(cuts)).tolist()
 
     def _sum_blocks(self, blocks: dict[int, float], words_nW: np.ndarray) -> dict[int, float]:
-        """The fraction of the sum's blocks that hold an element, by size.
+        """Estimates block size -> the fraction of the sum's blocks that hold a non-zero element.
 
-        It lies between one rank's fraction (full overlap) and that of independent ranks, at the
-        same relative place, `share`, as in the windows. Blocks that are larger than a window take
-        the share of the largest that are not: sizes ascend.
+        It lies between one rank's fraction (full overlap, share 0) and that of independent ranks
+        (share 1). `share` is measured in the windows; blocks larger than a window take the share
+        of the largest blocks that are not: sizes ascend.
 
         Args:
             blocks: the fraction of one rank's blocks in the whole bucket that hold an element, by
@@ -349,20 +345,22 @@ class SamplePlan:
         seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
-                # Of the windows' `count` blocks: how many one rank holds on average, and the union.
-                held = np.count_nonzero(_any_of(words_nW, size // WORD_BITS)) / n
-                union = np.count_nonzero(_any_of(union_W, size // WORD_BITS))
+                # Of the windows' `count` blocks, those with an element: of one rank, of the union.
+                of_one = np.count_nonzero(_any_of(words_nW, size // WORD_BITS)) / n
+                of_union = np.count_nonzero(_any_of(union_W, size // WORD_BITS))
                 count = -(-seen // size)
-                independent_union = count * _independent(held / count, n)
-                room = independent_union - held  # at full overlap the union holds `held` blocks
-                share = (union - held) / room if room > 0 else 0.0
-            most = _independent(fraction, n)  # of the whole bucket's blocks, as `fraction`
+                if_independent = count * _independent(of_one / count, n)
+                span = if_independent - of_one
+                share = (of_union - of_one) / span if span > 0 else 0.0
+            most = _independent(fraction, n)
             found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
         return found
 
 
 def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
-    """Each partition's class, and their number: two for a factor of two in density, one for 0."""
+    """Returns (class of each partition, number of classes): two classes for each doubling of the
+    density, and one for density 0.
+    """
     mantissa_P, exponent_P = np.frexp(density_P)  # a mantissa is in [0.5, 1)
     keys_P = 2 * exponent_P + (mantissa_P >= 0.75)
     keys_P[density_P == 0] = np.iinfo(np.int32).min  # no other density has this key
@@ -371,8 +369,9 @@ def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _any_of(words_gW: np.ndarray, count: int) -> np.ndarray:
-    """Unions of `count` words each, a power of two; halving is faster than a reduction."""
+    """The bitwise or of every `count` words in a row; `count` is a power of two."""
     found = words_gW.reshape(-1, count)
+    # Halving is faster than `np.bitwise_or.reduce`.
     while found.shape[1] > 1:
         found = found[:, ::2] | found[:, 1::2]
     return found
@@ -385,7 +384,7 @@ def _independent(fraction: float, n: int) -> float:
 
 
 def _mean_skewness(counts_nP: np.ndarray, numel: int) -> float:
-    """The mean over ranks of `skewness_ratio`, from each rank's elements in even partitions."""
+    """The mean over ranks of `skewness_ratio`, from each rank's counts in even partitions."""
     total_n = counts_nP.sum(1)
     densest_n = (counts_nP / np.diff(even_cuts(numel, counts_nP.shape[1]))).max(1)
     ratio_n = np.divide(densest_n, total_n / numel, out=np.ones_like(densest_n), where=total_n > 0)
@@ -395,33 +394,33 @@ def _mean_skewness(counts_nP: np.ndarray, numel: int) -> float:
 def _counts(
     mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray | list[int]
 ) -> torch.Tensor:
-    """Non-zero elements between each cut and the next; int64 on the mask's device.
+    """Counts the non-zero elements between each cut and the next; int64 on the mask's device.
 
     Args:
-        mask_B64: the non-zero elements.
-        before_B: how many lie before each block of 64, and before the end.
-        cuts: ascending elements.
+        mask_B64: whether each element is non-zero, in blocks of 64.
+        before_B: non-zero elements before each block, and before the end.
+        cuts: ascending offsets of elements.
     """
     if mask_B64.shape[0] == 0:
         return before_B.new_zeros(len(cuts) - 1)
-    # Before a cut lie all elements of the blocks before its own, and some of its own block.
+    # Before a cut lie the elements of all earlier blocks, and some of the block that it cuts.
     cut_P = torch.as_tensor(cuts, device=mask_B64.device)
-    word_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
-    inside_P = cut_P - word_P * WORD_BITS
-    places = torch.arange(WORD_BITS, device=mask_B64.device)
-    part_P = (mask_B64[word_P] & (places < inside_P.unsqueeze(1))).sum(1)
-    return (before_B[word_P] + part_P).diff()
+    block_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
+    offset_P = cut_P - block_P * WORD_BITS
+    offsets = torch.arange(WORD_BITS, device=mask_B64.device)
+    of_block_P = (mask_B64[block_P] & (offsets < offset_P.unsqueeze(1))).sum(1)
+    return (before_B[block_P] + of_block_P).diff()
 
 
 def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
-    """Counts blocks with a non-zero element, by size: each size is twice the one before.
+    """Counts the blocks with a non-zero element, for each size of `BLOCK_SIZES`; sizes double.
 
     `full_B` says which blocks of the smallest size have one.
     """
     counts = []
     for _ in BLOCK_SIZES:
         counts.append(full_B.count_nonzero())
-        # A reduction over two columns takes several times as long.
+        # Pairs are joined with `|`, because `any` over two columns takes several times as long.
         pairs = torch.nn.functional.pad(full_B, (0, full_B.numel() % 2)).view(-1, 2)
         full_B = pairs[:, 0] | pairs[:, 1]
     return torch.stack(counts)
