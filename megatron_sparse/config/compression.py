@@ -27,9 +27,6 @@ LONG_RAMP_BELOW = 0.1
 def dense_value_bits(value_bits: int | None) -> int:
     """Bits of a value where every element is sent quantised: `value_bits` if 8 or 4, else 4.
 
-    Args:
-        value_bits: `compression.value_bits`.
-
     Example:
         >>> [dense_value_bits(bits) for bits in (8, 4, 3, 2, None)]
         [8, 4, 4, 4, 4]
@@ -126,14 +123,11 @@ class CompressionConfig(Checked):
         return None if isinstance(self.value_bits, str) else self.value_bits
 
     def samples_at(self, density: float) -> int:
-        """Number of elements to sample from a range to estimate its threshold at a density.
+        """Number of elements to sample from a range to find its threshold at a step's density.
 
         At density p the number of s samples above the true threshold is binomial, with mean p s. So
         the number of selected elements has the relative standard deviation sqrt((1 - p) / (p s)).
         `auto` sets that to KEPT_ERROR: s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
-
-        Args:
-            density: of the step, in (0, 1].
 
         Example:
             >>> tuple(CompressionConfig().samples_at(p) for p in (0.5, 0.22, 0.015, 0.001))
@@ -161,10 +155,7 @@ class CompressionConfig(Checked):
         return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
-        """Returns a copy with numbers of iterations for null `warmup_iters` and `ramp_iters`.
-
-        Args:
-            iterations: `training.iterations`, the length of the run.
+        """Returns a copy for a run of `iterations`, without null in `warmup_iters`, `ramp_iters`.
 
         Example:
             >>> short = CompressionConfig().in_run_of(1000)

@@ -91,11 +91,9 @@ def attributes(section: type) -> dict[str, str]:
 
 
 def keys(section: type, prefix: str = "") -> Iterator[Key]:
-    """The keys of one section in the order of its fields, without those of nested sections.
+    """A section's keys in the order of its fields, without those of sections nested in it.
 
-    Args:
-        section: a dataclass of the configuration.
-        prefix: such as `compression.`.
+    Their names begin with `prefix`, such as `compression.`.
     """
     texts, inner_sections = attributes(section), sections(section)
     defaults = section()
@@ -166,10 +164,7 @@ def _summaries() -> dict[str, str]:
 def _lines_of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
     """A key's lines in the help: `key: value`, and its first sentence as a wrapped comment.
 
-    Args:
-        key: the key.
-        values: those of the key's section, by key.
-        indent: spaces before the key.
+    `values` are those of its section, by key; `indent` is the spaces before the key.
     """
     # On one line; YAML ends a document that is a single value with `...`.
     value = yaml.safe_dump(values[key.name], default_flow_style=True, width=10**6)

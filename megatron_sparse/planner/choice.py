@@ -76,13 +76,13 @@ class Pace:
 
 
 class PricedPlanner(Planner):
-    """See the module's docstring.
+    """The planner for `scheme.name=auto` with a cluster model; see the module's docstring.
 
     Args:
         compression: the schedule of densities.
         scheme: options of the candidates; `name` is `auto`.
         planner: see `PlannerConfig`.
-        cluster: the cost of links, codecs and the host.
+        cluster: the cost of links, codecs and CPU.
         logs: whether this rank logs changes of plan; set it on one rank of a group.
         pace: when to look again; the same on all ranks.
     """
@@ -135,7 +135,7 @@ class PricedPlanner(Planner):
         return settled
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
-        """Stores in `state` the prices of all candidates, and the scheme that they settle.
+        """Stores in `state` the prices of all candidates, and the scheme chosen by price.
 
         If that scheme is dense, also finds out whether the bucket is hopeless (see the module).
         """
@@ -207,8 +207,7 @@ class PricedPlanner(Planner):
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
-        is_warmup_end = plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup
-        if is_warmup_end:
+        if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup:  # the last one
             # Pricing takes time: on this thread, the progress thread, it delays no launch.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
@@ -232,7 +231,7 @@ class PricedPlanner(Planner):
         """The bucket's row of `plan.json`, with its profile and all predicted times."""
         row = super().report(bucket, step)
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
-        if plan.predicted_us is not None:  # prices chose, and not the schedule (dense, or warm-up)
+        if plan.predicted_us is not None:  # None: the schedule chose, as in the warm-up
             settled = _settled(state)  # not the temporary scheme of a sampled step
             row |= {"chosen": settled.scheme, "reason": settled.reason}
         return row | {"predicted_us": state.predicted_us, "profile": state.to_dict()["profile"]}

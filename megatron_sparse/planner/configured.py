@@ -55,11 +55,7 @@ def basis(config: SparseConfig) -> str:
 
 
 def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
-    """The planner that a configuration asks for.
-
-    Args:
-        config: `scheme.name` and `planner.cluster` select the planner.
-        logs: whether it logs changes of plan.
+    """The planner that `scheme.name` and `planner.cluster` ask for; with `logs` it logs changes.
 
     Raises:
         ConfigError: the cluster file cannot be read.

@@ -192,8 +192,7 @@ class LevelPricing:
         possible = [level for level, can_run in is_possible.items() if can_run]
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
-        run_cluster = replace(self.cluster, nodes=tuple(sizes) * instances)
-        pricing = replace(self, cluster=run_cluster)
+        pricing = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))
 
         def total_s(level: str) -> float:
             """Predicted seconds of all buckets together."""

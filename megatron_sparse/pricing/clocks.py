@@ -50,7 +50,7 @@ Sent = tuple[np.ndarray, float | np.ndarray, float | np.ndarray]
 
 
 class RankClocks:
-    """See the module's docstring; all clocks begin at 0.
+    """The modelled clocks of all ranks, which begin at 0; see the module's docstring.
 
     Attributes:
         now_n: seconds, of each rank. Mutated by every method that takes time.
@@ -87,7 +87,7 @@ class RankClocks:
     def _round(self, each: Round) -> None:
         """Moves the clocks on by one round, in which every rank has ports of its own.
 
-        A rank ends the round when its local work is done, and its messages have left and arrived.
+        A rank ends it when its work is done, its own message has left and the one to it is there.
         """
         senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]

@@ -1,16 +1,16 @@
-"""The costs of a cluster: links, the backend's all-reduce, codecs and the host, in one YAML file.
+"""The costs of a cluster: links, the backend's all-reduce, codecs and the host (a rank's CPU).
 
-`calibrate` measures a file on the user's own ranks; four model clusters are shipped. Cost models
-read the file; all ranks read the same one. The network is an alpha-beta model (Hockney): a message
-of m bytes takes alpha + beta m. A codec's call on N elements takes seconds_per_call +
-N seconds_per_element, the latter by operation, format and density.
+They are one YAML file: `calibrate` measures it on the user's own ranks, and four model clusters,
+which are not measured, are shipped. Cost models read the file; all ranks read the same one. The
+network is an alpha-beta model (Hockney): a message of m bytes takes alpha + beta m seconds. A
+codec's call on N elements takes seconds_per_call + N seconds_per_element; operation, format and
+density determine both numbers.
 
 Between two measured densities a codec's time is assumed to be linear, as for a scan with some work
 for each entry. Outside of them the time of the nearest density counts. Where a record changes its
-form, the time jumps (`PAIRS_END`); the line of each side is extended to that density.
+form, from pairs to a bitmap, the time jumps (`PAIRS_END`); each side's line extends to there.
 
-This is one file because the YAML's fields, their checks and their use in predictions belong to the
-one class `ClusterModel`.
+This is one file because the YAML's fields, their checks and their use belong to one class.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CodecRate:
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """See the module's docstring. Checked when it is made.
+    """The content of a cluster file, see the module's docstring; checked when it is made.
 
     Attributes:
         name: for tables.
@@ -280,7 +280,7 @@ class ClusterModel:
                 remedy=_REMEASURE,
             )
         try:
-            return _cluster(content)
+            return _from_yaml(content)
         except ConfigError as error:
             raise ConfigError(
                 f"{path}: {error.what}",
@@ -345,7 +345,7 @@ def find(name_or_path: str | Path) -> ClusterModel:
 
 
 def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
-    """The rates of records that, like one of `density`, hold pairs or, like it, hold a bitmap.
+    """The rates on the side of `PAIRS_END` where `density` lies: of pairs below, of bitmaps above.
 
     A rate at `PAIRS_END`, on the line through the nearest two, is added. If there are fewer than
     two, all `rates` are returned.
@@ -384,7 +384,7 @@ def _on_line(one: CodecRate, other: CodecRate, density: float) -> tuple[float, f
     )
 
 
-def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:
+def _from_yaml(mapping: Mapping[Any, Any]) -> ClusterModel:
     """Makes the model from plain values of a YAML file; a `ConfigError` names a wrong key."""
     values = _exact("the cluster", mapping, ClusterModel)
     for kind in ("intra", "inter", "dense"):

@@ -123,8 +123,7 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
     q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation). It
-    is a different partition on every rank and in every step, so no rank's load stays higher.
-    A clump is a number of elements that are non-zero together, see `_clump_numel`.
+    is a different partition on every rank and in every step. A clump: see `_clump_numel`.
     """
     clumps = profile.numel / _clump_numel(profile)
 

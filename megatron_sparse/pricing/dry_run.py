@@ -30,7 +30,7 @@ WORD_BYTES = 8
 
 @dataclass
 class DryRun:
-    """One collective on one bucket.
+    """One collective on one bucket, without data: the clocks of its ranks, and what moves them on.
 
     Attributes:
         shape: the bucket.
@@ -171,10 +171,9 @@ class DryRun:
 
         Bytes and seconds are one number for all ranks, or an array with one for each rank.
         """
-        ranks = self.clocks.ranks_n
-        self.clocks.in_rounds(
-            [((ranks - step) % self.n, sent, local) for step, sent, local in rounds]
-        )
+        ranks_n = self.clocks.ranks_n
+        targeted = [((ranks_n - step) % self.n, sent, local) for step, sent, local in rounds]
+        self.clocks.in_rounds(targeted)
 
     def agree(self) -> None:
         """The agreement: an all-gather of identity and sizes, 8 (2 + n) bytes from each to each."""

@@ -98,15 +98,12 @@ class SparsityProfile:
         _check(self)
 
     def sum_density(self, ranks: int) -> float:
-        """The density of the sum of `ranks` ranks' gradients.
+        """The density of the sum of the gradients of `ranks` ranks, at least one.
 
         The density gives u = -log(1 - density), the mean number of ranks that have an element if
         they choose independently. Between two measured numbers of ranks, u follows a power law in
         that number; beyond the last one, the law of the last two. So it is exact for independent
         uniform positions (u grows with the ranks) and full overlap (u is constant). Never above 1.
-
-        Args:
-            ranks: at least 1.
         """
         points = {k: self.density * ratio for k, ratio in self.densification.items()}
         if ranks in points:
@@ -129,12 +126,9 @@ class SparsityProfile:
 
     @classmethod
     def uniform(cls, numel: int, density: float, world_size: int) -> Self:
-        """Independent, uniform positions: the assumption before the first measurement.
+        """The profile of independent, uniform positions, assumed before the first measurement.
 
-        Args:
-            numel: elements of the bucket.
-            density: in [0, 1].
-            world_size: ranks.
+        `numel` elements on each of `world_size` ranks have the `density`, in [0, 1].
         """
         # Densities of the sums of k ranks.
         sums = {k: _any_of(density, k) for k in union_counts(world_size)}

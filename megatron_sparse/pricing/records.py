@@ -3,7 +3,8 @@
 Bytes are those of docs/wire-format.md for long records (`record_bytes`) and a header;
 sections' padding is left out. Seconds are the cluster's, as calibrated.
 
-The kept elements of a part of a bucket are a dense record of their own.
+A part of a bucket has a record of its pruned elements, which selection may drop, and a dense record
+of its kept ones, which are always sent.
 
 A Rice record of density p has p (r + 1 / (1 - (1 - p)^(2^r))) bits of positions an element, r being
 its parameter (`_rice_parameter`), and 95 bits a chunk: a row of the table, 64, and the mean
@@ -41,7 +42,7 @@ Density = float | np.ndarray
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the bucket: how many of its elements may be pruned and how many are kept."""
+    """A part of the bucket: the number of its pruned elements and of its kept ones."""
 
     pruned: float
     kept: float
@@ -59,8 +60,8 @@ class RecordFormat:
     Attributes:
         name: `auto` (the smallest of dense, COO and Pici), `coo`, `pici`, `rice` or `dense`.
         cluster: its codec rates give the seconds. Those of 4 bits stand for any number of bits.
-        value_bits: of a value: `name` is then `dense`, every element, or any other, Rice records;
-            None for values of whole bytes.
+        value_bits: of a quantised value; records are then Rice, or hold every element if `name` is
+            `dense`. None: values are not quantised.
         fixed: records fill slots, in capacity mode.
     """
 
@@ -80,7 +81,7 @@ class RecordFormat:
         if not piece.numel:
             return 0.0 * np.asarray(density)  # a zero for each density
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
-        # Where pruned elements travel in few bits, kept ones travel in bf16.
+        # Where pruned elements are quantised, kept ones are bf16.
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
         pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
         return headers + piece.kept * kept_bytes + pruned_bytes
@@ -204,10 +205,7 @@ def record_bytes(
 
 
 def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
-    """Bytes for each element of a long Rice record with values of so many bytes, or of its slot.
-
-    The module's docstring has the formulas.
-    """
+    """Bytes an element of a long Rice record, or of its slot, by the formulas of the module."""
     if density < 1e-15:  # a density of 0, or what rounding has left of it: no bucket has so little
         return 0.0
     parameter, span = _rice_parameter(density), rice_span(density)

@@ -39,11 +39,7 @@ MOST_PAIRS = 64 * 63 // 2
 
 
 def pack(elements_K: np.ndarray, numel: int) -> np.ndarray:
-    """Packs a set of elements of [0, numel) into bits: ceil(numel / 64) words of uint64.
-
-    Args:
-        elements_K: integers, in any order.
-        numel: elements of the whole vector.
+    """Packs a set of elements of [0, numel), in any order, into ceil(numel / 64) uint64 words.
 
     Example:
         >>> pack(np.array([0, 65]), 70).tolist()

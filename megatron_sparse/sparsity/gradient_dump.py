@@ -249,12 +249,7 @@ class GradientDump:
         return [kind for kind in Kind if self._files(iteration, bucket, kind)[0].is_file()]
 
     def read(self, iteration: int, bucket: str, kind: Kind = Kind.GRADIENT) -> list[torch.Tensor]:
-        """One tensor for each rank: 1-D, dense or torch's sparse COO, as it was stored.
-
-        Args:
-            iteration: one of `iterations`.
-            bucket: one of `buckets`.
-            kind: see `Kind`.
+        """A bucket's tensor of each rank: 1-D, dense or torch's sparse COO, as it was stored.
 
         Raises:
             ProfileError: there is no such iteration or bucket; a rank's file is missing, damaged,

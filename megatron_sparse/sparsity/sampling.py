@@ -192,10 +192,10 @@ class SamplePlan:
 
         Args:
             values_N: zeros where nothing was selected; only read.
-            buffers: where a byte for each element comes from.
+            buffers: lend a mask, of one byte for each element.
         """
-        room = -(-self.numel // WINDOW_NUMEL) * WINDOW_NUMEL
-        mask_N = buffers.take("profile", room, values_N.device, torch.bool)
+        padded_numel = -(-self.numel // WINDOW_NUMEL) * WINDOW_NUMEL
+        mask_N = buffers.take("profile", padded_numel, values_N.device, torch.bool)
         # A conversion, because a comparison takes five times as long on a CPU.
         mask_N[: self.numel].copy_(values_N)
         mask_N[self.numel :] = False
@@ -207,9 +207,9 @@ class SamplePlan:
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
         before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])  # elements before each block
         finest_P = _counts(mask_B64, before_B, self._cuts)
-        equal_P = _counts(mask_B64, before_B, even_cuts(self.numel, self.world_size))
+        even_P = _counts(mask_B64, before_B, even_cuts(self.numel, self.world_size))
         words_W = packed_W.to(torch.uint8).view(torch.int64)
-        return torch.cat([finest_P, equal_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
+        return torch.cat([finest_P, even_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:
         """Computes the profile from all ranks' parts.
@@ -223,14 +223,14 @@ class SamplePlan:
         n, numel = parts.shape[0], self.numel
         if not numel:
             return SparsityProfile.uniform(0, 0.0, n)
-        finest_nP, equal_nP, blocks_nB, words = np.split(
+        finest_nP, even_nP, blocks_nB, words = np.split(
             parts, np.cumsum([self.finest, n, len(BLOCK_SIZES)]), axis=1
         )
         words_nW = np.ascontiguousarray(words).view(np.uint64)
         # p -> each rank's non-zero elements in each of p partitions. For p = n the ranks counted
         # them; other p are powers of two, whose partitions are unions of finest ones.
         counts = {
-            p: equal_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
+            p: even_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
             for p in partition_counts(numel, n)
         }
         total_P = finest_nP.sum(0)
@@ -239,7 +239,7 @@ class SamplePlan:
         unions_P = self._unions(total_P, words_nW)
         union_nnz = {k: math.fsum(union_P.tolist()) for k, union_P in unions_P.items()}
         sum_counts = {  # p -> estimated non-zero elements of the sum in each of p partitions
-            p: self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n])
+            p: self._sum_counts(found_nP.sum(0) / n, total_P / n, unions_P[n])
             for p, found_nP in counts.items()
         }
         blocks = {  # block size -> fraction of blocks with a non-zero element, mean over ranks
@@ -301,7 +301,9 @@ class SamplePlan:
             found[k] = union_P
         return found
 
-    def _cut(self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray) -> list[float]:
+    def _sum_counts(
+        self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray
+    ) -> list[float]:
         """Estimates how many elements the ranks' union has in each of Q even partitions.
 
         That is a rank's exact mean there, times the ratio of the union to one rank. The ratio
