@@ -16,7 +16,7 @@ from megatron_sparse.errors import ConfigError
 QUANTISED_FORMATS = ("auto", "rice")
 """Formats that `compression.value_bits` goes with; `auto` is then `rice`."""
 AUTO_VALUE_BITS, AUTO_SUM_BITS = 4, 8
-"""What `auto` stands for where messages take values in few bits: as in the preset `safe`."""
+"""What `auto` stands for where messages can be quantised: as in the preset `safe`."""
 FULL_VALUE_SCHEMES = ("omnireduce", "zen")
 """Sparse schemes without records of format Rice. The registry has them; a test compares."""
 DENSE_SCHEMES = (
@@ -27,7 +27,7 @@ DENSE_SCHEMES = (
     "dense_hierarchical",
     "straggler",
 )
-"""Schemes that send the gradient as it is."""
+"""Schemes that send every element, in full."""
 
 
 def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:

@@ -33,7 +33,7 @@ class Checked:
     def __post_init__(self) -> None:
         """Checks every field that declares a check, in the order of the fields."""
         for option in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
-            key = f"{self.SECTION}.{option.name}".removeprefix(".")
+            key = f"{self.SECTION}.{option.name}".removeprefix(".")  # SECTION may be empty
             # The type is a string, because these modules import `annotations` from `__future__`.
             check = is_flag if option.type == "bool" else option.metadata.get(_CHECK)
             if check is not None:

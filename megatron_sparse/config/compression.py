@@ -70,8 +70,8 @@ class CompressionConfig(Checked):
             `training.iterations`, at most 500. A resumed run keeps its number. `install`, `attach`
             and `ddp_hook` do not know the run's length, and take 500.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`,
-            by equal factors; null takes 10 % of `training.iterations`, at most 1000, and below a
-            density of 10 % 70 %, at most 2300; otherwise as `warmup_iters`.
+            by equal factors; null takes 10 % of `training.iterations`, at most 1000, or, if the
+            density is below 10 %, 70 % of them, at most 2300; otherwise as `warmup_iters`.
         ramp_start_density: the first density of the ramp.
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.

@@ -23,7 +23,7 @@ number of selected elements is off: with `compression.samples=auto` three standa
 
 @dataclass(unsafe_hash=True)
 class SchemeConfig(Checked):
-    """How the selected gradient is synchronised. Hashable; only trials of presets change one.
+    """How the selected gradient is synchronised. Hashable; only `density=auto` changes an object.
 
     Attributes:
         name: `auto`, `dense` (the backend's own collective, uncompressed), or another registered
@@ -31,8 +31,8 @@ class SchemeConfig(Checked):
             predicted to take the least time if `planner.cluster` is given; else `agsparse` or
             `direct`, whichever is predicted to send fewer bytes, or `dense` where that would save
             less than 30 %.
-        wire_dtype: dtype in which values travel; null takes the gradient's own. A narrower one is
-            rounded stochastically and the rounding error goes to the residual.
+        wire_dtype: dtype of values in messages; null takes the gradient's. Values are rounded to a
+            narrower dtype stochastically, and the rounding error goes to the residual.
         format: of sparse messages: `coo` (4 bytes an entry beside its value), `pici` (a bitmap:
             1/32 of fp32's dense size, whatever the density), `rice` (positions near their entropy:
             about 6.1 bits an entry at density 5 %, 8.3 at 1 %, where `coo` takes 32), `dense`, or
@@ -40,12 +40,12 @@ class SchemeConfig(Checked):
             in each segment. A sparse record that would not be smaller than a dense one is sent
             dense. `omnireduce` (blocks) and `zen` (index and value, hash bitmaps) have formats of
             their own, and take `auto` only.
-        capacity: null exchanges message sizes, for which a GPU's host waits; a factor such as 1.25
-            fixes them beforehand: no segment sends more than this many times the target density of
-            its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,
-            `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for each
-            bucket whose scheme is one of these, and null elsewhere: on a CPU, and
-            with `lossless_patterns`; docs/collectives.md, Capacity mode.
+        capacity: null exchanges the sizes of messages, for which the CPU waits if gradients are on
+            a GPU. A factor such as 1.25 fixes them beforehand: a segment sends at most this many
+            times the target density of its elements, and the rest stays in the residual. For
+            `agsparse`, `direct`, `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for
+            each bucket whose scheme is one of these, and null elsewhere: on a CPU, and with
+            `lossless_patterns`; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
             in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
@@ -56,15 +56,15 @@ class SchemeConfig(Checked):
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
         sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
-            (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
-            owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
+            (`direct`, `ssar_split_ag`, `sparse_ring`), they are quantised to this many bits; the
+            owner's residual keeps the error. With `format=rice` or `compression.value_bits`, and an
             fp32 residual. null: in full. `auto` is 8 where `compression.value_bits` is a number and
             the residual allows it, else null. A reduce-scatter gathers no sums.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
-            communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
+            communicator of NCCL's own, for groups whose CPUs cannot keep up (docs/nccl.md,
             The NCCL engine). On CUDA, with the backend nccl as torch's ProcessGroupNCCL.
         checksum: the checksums of gradients' records cover the payloads too (docs/wire-format.md).
         deterministic: freeze every decision that would be taken from timing.

@@ -21,7 +21,7 @@ def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
     It tells whether there are several nodes (`hosts`), but not how many nodes and ranks: a cluster
     is measured on a few nodes and used on many.
     """
-    links = os.environ.get(NETBED_LINKS)
+    links = os.environ.get(NETBED_LINKS)  # set where the network is emulated
     return {
         "processor": processor(transport.device),
         "torch": ".".join(torch.__version__.split(".")[:2]),

@@ -115,7 +115,7 @@ class LevelPricing:
     """The ranks whose levels are compared, and the schemes that they may take.
 
     Attributes:
-        cluster: links, codecs and host of the ranks of all instances.
+        cluster: the costs of links, codecs and CPU, of the ranks of all instances.
         options: of the schemes.
         names: the candidates at every level; `dense` should be one.
         node_sizes: ranks of an instance on each of its nodes.

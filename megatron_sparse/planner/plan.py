@@ -95,7 +95,7 @@ class Choice:
 
 
 class Planner:
-    """Follows the configuration; `scheme=auto` compares bytes on the wire. The others extend it.
+    """Plans by the configuration; `scheme=auto` compares bytes on the wire. The base of planners.
 
     Makes the same decision on every rank: it never uses data that only one rank has.
 
@@ -124,13 +124,13 @@ class Planner:
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in step `step`: dense where nothing is pruned, else a chosen scheme.
+        """The plan of `bucket` in `step`: all elements if the step prunes none, else `_choose`.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
         """
         check_capacity(self._scheme)
-        check_op(self._scheme, PlannerConfig(), bucket.op)
+        check_op(self._scheme, PlannerConfig(), bucket.op)  # refuses a named scheme only
         phase, density = phase_and_density(self._compression, step)
         value_bits = self._compression.given_value_bits
         if self.is_trial and phase is not Phase.OFF:

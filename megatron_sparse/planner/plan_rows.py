@@ -39,7 +39,7 @@ class Pricing:
     """The cluster and candidates that buckets are priced with; schemes have their default options.
 
     Attributes:
-        cluster: links, codecs, host.
+        cluster: the costs of links, codecs and CPU.
         schemes: the candidates; None takes all.
         value_bits: as `compression.value_bits`; None takes the run's, else whole values.
     """

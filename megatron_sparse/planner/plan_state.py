@@ -21,7 +21,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass
 class BucketState:
-    """One bucket. Times are microseconds; steps are optimizer steps.
+    """What a planner knows and has decided about one bucket. Times are microseconds.
 
     Attributes:
         numel: elements of the bucket.

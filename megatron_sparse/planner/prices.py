@@ -50,11 +50,11 @@ def predict(
         shape: the bucket; with `lanes`, that of a lane, which is priced on its share of the links.
         profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
             bucket or only the pruned part.
-        cluster: links, codecs and host, of all ranks, those of other lanes too.
+        cluster: the costs of links, codecs and CPU, of all ranks, those of other lanes too.
         options: the same that collectives get.
 
     Returns:
-        A MODEL: of the links, of local work that they do not hide, and of the host.
+        A MODEL: of the links, of local work that they do not hide, and of the CPU.
 
     Raises:
         ConfigError: the scheme is unknown, lacks `op`, or does not fit the options; the profile
@@ -109,7 +109,7 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
 
     At `compression.level=node` a bucket of N elements is added densely inside each node of m ranks.
     Then each of the m ranks holds N / m elements of the node's sum, and the k ranks with the same
-    place in the k nodes, a lane, exchange them compressed. `instance` is the same with an instance
+    number in the k nodes, a lane, exchange them compressed. `instance` is the same with an instance
     of the distributed optimizer in the node's place.
 
     All lanes exchange at the same time. Where the ranks of a node share its network card

@@ -1,7 +1,7 @@
 """A collective without data; the cost models run their rounds on it.
 
 Added to the papers' equations, in all models alike: local work by operation, format and density;
-what the host adds to each message and bucket; the agreement's all-gathers; headers; and every
+what the CPU adds to each message and bucket; the agreement's all-gathers; headers; and every
 rank's own clock, so that the busiest rank, not the mean one, decides where shards or nodes differ.
 
 Left out: rounding to a narrower gradient at the end, padding of sections, and chance (all ranks'

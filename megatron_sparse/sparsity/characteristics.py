@@ -106,7 +106,7 @@ def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
 
     Args:
         gradient: dense, or torch's sparse COO (an embedding's rows too); on any device, for which
-            the host waits.
+            the CPU waits.
     """
     return gradient.detach().to_dense().flatten().nonzero().squeeze(1).cpu().numpy()
 

@@ -181,11 +181,11 @@ def _unpacked(content: dict[str, Any]) -> torch.Tensor:
 
 
 class DumpedBucket(NamedTuple):
-    """Where a bucket of a dump lies.
+    """A bucket of a dump, by the names of its folder and its files.
 
     Attributes:
-        group: the folder of the ranks that reduce it together.
-        stem: of its files.
+        group: name of the folder of the ranks that reduce it together.
+        stem: the names of its files up to `.<kind>.pt`.
     """
 
     group: str

@@ -2,20 +2,20 @@
 
 Each rank counts exactly its non-zero elements in each of 2,048 partitions, and its non-zero blocks.
 Characteristics that need the positions of other ranks (definitions 3 and 4 of ZEN, and all of the
-sum) are estimated from windows of 256 elements: at most `WINDOWS` of them. Their places are a pure
-function of (seed, step, bucket), spread evenly over the bucket.
+sum) are estimated from at most `WINDOWS` windows of 256 elements. The positions of the windows are
+a pure function of (seed, step, bucket), spread evenly over the bucket.
 
 Estimates: partitions are put into classes by their density, which all ranks know exactly. In each
 class the ratio of the density of k ranks' sum to that of one rank is taken from the class's
 windows, mixed with `PRIOR` elements' worth of the whole bucket's ratio, because a class with few
 sampled elements is uncertain. So dense parts, where ranks overlap most, are neither missed nor
-counted twice by chance. The fraction of a sum's blocks that are not empty lies between full overlap
-and independence, at the same relative place as in the windows.
+counted twice by chance. The fraction of a sum's blocks that are not empty is interpolated between
+that of full overlap and that of independent ranks, by as much as in the windows.
 
 Cost. Bytes: two all-gathers, of 8 (2 + n) bytes a rank and of 8 bytes for each partition and each
 64 elements of the windows: 80 KiB. Work: one decoding of the rank's own message and two passes over
-the bucket, in the stage `profile`; waiting for the all-gathers is `network`. On CUDA two
-synchronisations of the host. Memory: 1 byte for each element of the largest bucket.
+the bucket, in the stage `profile`; waiting for the all-gathers is `network`. On CUDA the CPU waits
+twice. Memory: 1 byte for each element of the largest bucket.
 """
 
 from __future__ import annotations
