@@ -82,8 +82,9 @@ def resolve_bits(
     _check_value_bits(compression, scheme)
     # After `value_bits`, because `auto` quantises sums only where values are quantised.
     if scheme.sum_bits == "auto":
-        can = compression.value_bits is not None and _residual_keeps_sum_errors(compression, scheme)
-        scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if can else None)
+        values_are_quantised = compression.value_bits is not None
+        sums_can_be = values_are_quantised and _residual_keeps_sum_errors(compression, scheme)
+        scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if sums_can_be else None)
     _check_sum_bits(compression, scheme)
     return compression, scheme
 

@@ -125,7 +125,7 @@ class CompressionConfig(Checked):
     def samples_at(self, density: float) -> int:
         """Number of elements to sample from a range to find its threshold at a step's density.
 
-        At density p the number of s samples above the true threshold is binomial, with mean p s. So
+        Of s samples, the number above the true threshold of density p is binomial with mean p s. So
         the number of selected elements has the relative standard deviation sqrt((1 - p) / (p s)).
         `auto` sets that to KEPT_ERROR: s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
 

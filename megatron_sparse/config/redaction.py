@@ -83,11 +83,7 @@ def is_recorded_variable(name: str) -> bool:
 
 
 def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be written, sorted by name; secrets in their values are hidden.
-
-    Args:
-        environment: of a process; not mutated.
-    """
+    """The variables that may be recorded, sorted by name; secrets in their values are hidden."""
     return {
         name: redact_text(value)
         for name, value in sorted(environment.items())
@@ -104,7 +100,7 @@ def is_secret_name(name: str) -> bool:
         >>> [is_secret_name(name) for name in ("tokenizer_type", "moe_token_dispatcher_type")]
         [False, False]
     """
-    snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # also `apiKey`
+    snake = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", "_", name)  # cuts `apiKey`, too
     # A number at the end says nothing: API_KEY_2 is a key.
     snake = re.sub(r"(?:_\d*)+$", "", snake)
     # In capitals any name that ends in _KEY is a secret's, in lower case only some.
@@ -186,7 +182,7 @@ def _redact_word(word: str) -> str:
     override = _OVERRIDE.fullmatch(word)
     if override is None:
         return redact_text(word)
-    sign, name, value = override.groups()
+    sign, name, value = override.groups()  # the sign is Hydra's `+`, `++` or `~`
     if _is_hidden(name):
         return f"{sign}{name}={REDACTED}"
     if name.rpartition(".")[2] == _ENVIRONMENT_SECTION:  # cluster.env={NAME:VALUE,...}

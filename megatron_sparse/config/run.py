@@ -235,7 +235,7 @@ class RunConfig(Checked):
                 got="null",
                 remedy="set training.save_signal=SIGUSR1, and sbatch --signal=USR1@120",
             )
-        if self.plugin and self.parameters.method in COMPRESSED:
+        if self.plugin and self.parameters.method in COMPRESSED:  # `exact` or `lossy`
             self._check_gather()
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
         tensor_key, pipeline_key = "training.tensor_parallel", "training.pipeline_parallel"
@@ -244,7 +244,7 @@ class RunConfig(Checked):
         divides(both_keys, tensor * pipeline, "the number of ranks", ranks)
         divides(tensor_key, tensor, "model.num_query_groups", self.model.query_groups)
         divides(tensor_key, tensor, "the width of the MLP", self.model.ffn_width)
-        # A rank of null needs no check: 0 always passes.
+        # Without a named straggler the rank is null, for which 0 always passes.
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(pipeline_key, pipeline, "model.num_layers", self.model.num_layers)
         divides(

@@ -215,7 +215,7 @@ class SparseConfig:
             section, key = _KEYWORDS[keyword]
             values.setdefault(section, {})[key] = overrides[keyword]
         for each in dataclasses.fields(cls):
-            if sections.get(each.name) is None:
+            if sections.get(each.name) is None:  # not given, or given as None
                 # The `default_factory` of a section's field is the section's class.
                 options = values.get(each.name, {})
                 sections[each.name] = each.default_factory(**options)  # type: ignore[misc]

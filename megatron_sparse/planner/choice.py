@@ -103,7 +103,7 @@ class PricedPlanner(Planner):
         self._pace = pace or Pace()
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        # By the number of ranks of a group: `cluster` with the nodes of that group.
+        # By the number of ranks in all lanes of a group: `cluster` with the nodes of that group.
         self._clusters: dict[int, ClusterModel] = {}
 
     def join(self, transport: Transport) -> None:
@@ -158,7 +158,7 @@ class PricedPlanner(Planner):
             best_case = price(fully_overlapping(profile))
             state.hopeless = SCHEMES[least(best_case, best_case.keys())].takes_all
             if state.hopeless:
-                state.profile_density = density
+                state.profile_density = density  # the next sample is taken at half of it
         basis = "sampled" if state.profile else "assumed uniform"
         state.chosen = best
         state.reason = explain(best, prices, f"density {profile.density:.3g} {basis}")

@@ -87,7 +87,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     """
     link = cluster.dense_link(inside)
     is_reduce_scatter = shape.op is CollectiveOp.REDUCE_SCATTER
-    # k reduce-scatters of N / k elements: k times the latencies of one, and its bytes.
+    # k reduce-scatters of N / k elements: k times the latencies of one of N, and as many bytes.
     calls = shape.world_size // inside if is_reduce_scatter and grouped else 1
     part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
     scatter_s = (inside - 1) * (calls * link.alpha_s + part_bytes * link.beta_s)
@@ -170,13 +170,13 @@ class LevelPricing:
         return predict_all(lane, prior(lane, density), self.cluster, self.options, names)
 
     def best(self, shapes: Mapping[BucketShape, int], density: float) -> LevelComparison:
-        """Compares the levels that are possible by the predicted time of all buckets together.
+        """Compares the possible levels: by the predicted time of all buckets together.
 
         The nodes are those of `node_sizes`, whatever the cluster file was measured on. A pure
         function: ranks with the same arguments get the same answer, bit for bit.
 
         Args:
-            shapes: of the whole buckets, on all ranks of an instance -> how many of each.
+            shapes: shape of a whole bucket, on all ranks of an instance -> number of such buckets.
             density: the target.
 
         Returns:

@@ -95,7 +95,7 @@ def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Me
     nodes = members_of(transport.nodes)
     node_rings = [ranks for ranks in nodes if len(ranks) > 1]
     measured: dict[str, Link] = {}
-    nic = "rank"
+    nic = "rank"  # each rank has a port of its own
     if node_rings:
         measured["intra"] = yield from _measure_rings(transport, node_rings, sweep, clock)
     if len(nodes) > 1:
@@ -115,7 +115,7 @@ def one_rank() -> ConfigError:
 
 
 def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
-    """The alpha and beta of a link.
+    """Fits a link's alpha and beta to the times of messages, one for each of `message_bytes`.
 
     Beta is the slope of the least-squares line through all sizes that are not small; small sizes
     are left out because some networks do not limit the rate of short bursts. If noise hides the

@@ -233,7 +233,7 @@ class Planner:
             "bucket": bucket.name,
             **asdict(shape_of(bucket, self._scheme.wire_dtype, bits)),
             "density": density,
-            "predicted_us": {},
+            "predicted_us": {},  # this planner predicts bytes, not times
             "chosen": plan.scheme,
             "reason": plan.reason,
         }

@@ -97,7 +97,7 @@ def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
         values["op"] = CollectiveOp(row["op"])
         shape = BucketShape(**values)
         if ranks:
-            if ranks % shape.lanes:  # every lane has as many of all `ranks`
+            if ranks % shape.lanes:  # every lane has an equal number of the `ranks`
                 raise ConfigError(
                     f"plan: bucket {name} is a part of a bucket, one of {shape.lanes} in each node",
                     expected=f"--ranks in multiples of {shape.lanes}",
@@ -114,7 +114,7 @@ def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
 def of_sizes(
     sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
-    """The rows of fp32 buckets of these sizes in bytes, at one density, with no kept element.
+    """The rows of fp32 buckets of these sizes in bytes, at one density of all their elements.
 
     Raises:
         ConfigError: a bucket is smaller than one value.

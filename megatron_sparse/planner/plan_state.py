@@ -83,10 +83,7 @@ class BucketState:
 
 
 def read_plan(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a `plan.json`, by bucket.
-
-    Args:
-        path: the file, or the run's folder.
+    """The rows of a `plan.json`, by bucket; `path` is the file, or the run's folder.
 
     Raises:
         ConfigError: the file is missing, or it is not a plan.

@@ -85,5 +85,7 @@ def predicted_bytes(
         sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
         direct = other_ranks_part * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
-    instances = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
-    return {"dense": dense, "agsparse": agsparse + instances, "direct": direct + instances}
+    over_instances = _instances_wire_bytes(bucket, bucket.grad_N.element_size())  # in `dense`, too
+    agsparse += over_instances
+    direct += over_instances
+    return {"dense": dense, "agsparse": agsparse, "direct": direct}

@@ -108,7 +108,7 @@ class RankClocks:
     def wait_for(self, others: RankClocks) -> None:
         """All ranks wait for a phase that some of them run on clocks of its own, `others`.
 
-        The phase, and its clocks at 0, begin when the slowest of all ranks is ready.
+        The phase begins, at 0 on its clocks, when the slowest of all ranks is ready.
         """
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 

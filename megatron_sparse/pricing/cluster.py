@@ -192,8 +192,8 @@ class ClusterModel:
     def dense_link(self, world_size: int) -> Link:
         """The link that prices the backend's all-reduce, a ring over `world_size` ranks.
 
-        It is `intra` if they lie on one node of a cluster of several: there only the links were
-        measured, and the backend across nodes.
+        It is `intra` if they lie on one node of a cluster of several: the backend was measured
+        across nodes only.
         """
         is_within_node = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
         return self.intra if is_within_node else self.dense
@@ -227,7 +227,7 @@ class ClusterModel:
             )
         # Rates were measured with fp32 values, of 4 bytes.
         width_ratio = element_bytes / 4 if op in (CodecOp.ADD, CodecOp.COPY) else 1.0
-        if format == "pairs":
+        if format == "pairs":  # from `PAIRS_END` on such records hold a bitmap, with other rates
             rates = _on_this_side(rates, density)
         per_call, per_element = _between(rates, density)
         return per_call + numel * per_element * width_ratio
@@ -394,7 +394,7 @@ def _from_yaml(mapping: Mapping[Any, Any]) -> ClusterModel:
         key = f"codec[{number}]"
         fields = _exact(key, row, CodecRate)
         try:
-            one_of("op", fields["op"], tuple(CodecOp))
+            one_of("op", fields["op"], tuple(CodecOp))  # `CodecOp(...)` would raise a ValueError
             fields["op"] = CodecOp(fields["op"])
             rates.append(CodecRate(**fields))
         except ConfigError as error:

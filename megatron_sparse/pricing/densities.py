@@ -150,11 +150,12 @@ def _clump_numel(profile: SparsityProfile) -> float:
     that count for independent positions.
     """
     size = min(profile.block_density)
-    filled = profile.block_density[size]
+    filled = profile.block_density[size]  # fraction of non-zero blocks
     if not filled:
         return 1.0
     measured = profile.density * size / filled  # non-zero elements of a non-zero block
     density = min(profile.density, MOST_DENSITY)
+    # The same number for independent elements: a block is non-zero at 1 - (1 - density)^size.
     independent = density * size / -math.expm1(size * math.log1p(-density))
     return max(measured / independent, 1.0)
 
@@ -162,8 +163,9 @@ def _clump_numel(profile: SparsityProfile) -> float:
 def _shares(skewness: Mapping[int, float], parts: int) -> np.ndarray:
     """The density of each of `parts` equal parts over the mean density, densest part first.
 
-    These are the steps of the Lorenz curve: the densest of `count` partitions holds ratio / count
-    of the non-zero elements, and the curve is linear between these points.
+    These are the steps of the Lorenz curve. With `skewness[count]` = ratio, the densest of `count`
+    partitions has ratio times the mean density, so it holds ratio / count of the non-zero elements.
+    The curve is linear between these points.
     """
     bucket_shares, nnz_shares = [0.0], [0.0]
     for count, ratio in sorted(skewness.items(), reverse=True):
@@ -180,7 +182,7 @@ def _at(measured: Mapping[int, float], size: int) -> float:
 
 
 def _independent_elements(density_P: np.ndarray, fraction: float, block_size: int) -> float:
-    """With how many independent elements in a block this fraction of blocks is non-zero."""
+    """The number of independent elements in a block with which this fraction is non-zero."""
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:

@@ -53,6 +53,7 @@ class DryRun:
     topology: Topology
 
     def __post_init__(self) -> None:
+        """Sets the attributes that follow from the arguments."""
         self.n = self.topology.world_size
         self.b, self.p = self.shape.element_bytes, self.shape.partial_bytes
         self.scatter = self.shape.op is CollectiveOp.REDUCE_SCATTER

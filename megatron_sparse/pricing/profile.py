@@ -141,7 +141,7 @@ class SparsityProfile:
             densification={k: union / density if density else 1.0 for k, union in sums.items()},
             skewness=dict.fromkeys(partitions, 1.0),
             sum_skewness=dict.fromkeys(partitions, 1.0),
-            # Of |A| = |B| = d N elements, d of A's are in B.
+            # Of one rank's elements, another rank has also selected this fraction.
             overlap=(density,) * len(QUANTILES),
             block_density={size: _any_of(density, size) for size in BLOCK_SIZES},
             sum_block_density={size: _any_of(sum_of_all, size) for size in BLOCK_SIZES},

@@ -161,7 +161,7 @@ def _by_position(density: Density, value_bytes: int) -> Density:
 
 
 def each(function: Callable[[float], float], density: Density) -> Density:
-    """Applies a function to a density, or to each one of an array, to equal ones only once."""
+    """Applies a function to a density, or to each of an array; once to those with equal digits."""
     if np.ndim(density) == 0:
         return function(float(density))
     values, indices = np.unique(np.round(density, 12), return_inverse=True)
@@ -183,7 +183,7 @@ def record_bytes(
         form: the format that `scheme.format` names.
         value_bits: of a rounded value. The record is then Rice whatever `form` says, or all values
             without their positions if it is `dense`. None: values are in full.
-        fixed: of a record that fills its slot.
+        fixed: whether the record fills a slot, in capacity mode.
 
     Example:
         >>> record_bytes(0.05, 4, "coo"), round(8 * record_bytes(0.05, 4, "auto", 4), 3)
@@ -213,7 +213,8 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
     chunk_bits = CHUNK_BITS
     if fixed:
         gap_bits = parameter + 1 + (1 - density) / density / 2**parameter
-        # Each bit of quantised values, and their scales, have a section: a word more in a chunk.
+        # Quantised values, of less than 2 bytes, have a section for each bit and one for scales:
+        # each of these has one word more in a chunk.
         section_words = math.ceil(8 * value_bytes) if value_bytes < 2 else 0
         chunk_bits = 64 + 32 * (span + section_words)  # the table's row, and words of 32 bits
     return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span

@@ -58,8 +58,8 @@ def size_of(words_W: np.ndarray) -> int:
 def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The unions of k neighbouring ranks' sets, for each k of `union_counts`.
 
-    The last neighbour of the last rank is rank 0, so that every rank is in as many unions as any
-    other: means over the unions of k ranks then never fall as k grows.
+    Rank 0 follows the last rank, so that every rank is in as many unions as any other: means over
+    the unions of k ranks then never fall as k grows.
 
     Args:
         words_nW: one set for each rank; not changed.
@@ -112,11 +112,9 @@ def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
 
 
 def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
-    """The union of some ranks' elements: int64, ascending.
+    """The union of each rank's elements of [0, numel): int64, ascending.
 
-    Args:
-        elements: of each rank, in [0, numel).
-        numel: elements of the whole vector; one byte of memory is used for each.
+    It takes one byte of memory for each of the `numel` elements of the vector.
     """
     mask_N = np.zeros(numel, dtype=bool)
     for own_K in elements:

@@ -114,9 +114,9 @@ def sample_profile(
 
 
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
-    """The content of a rank's own message, fp32 [N]: zeros where nothing was selected.
+    """Decodes a rank's own message to fp32 [N]: zeros where nothing was selected.
 
-    They overwrite an fp32 gradient, which the collective will overwrite with the sum anyway. For a
+    The values overwrite an fp32 gradient, as the collective will do with the sum anyway. With a
     narrower gradient they are in an fp32 buffer: on a CPU that of the collective's sum.
 
     Args:
@@ -157,7 +157,7 @@ class SamplePlan:
 
     @classmethod
     def of(cls, name: str, numel: int, world_size: int, seed: int, step: int) -> SamplePlan:
-        """The plan of a bucket in a step.
+        """Draws the sample of a bucket in a step, the same on all ranks.
 
         One window is drawn from each of `WINDOWS` equal strata of the bucket's windows.
         """
@@ -208,7 +208,7 @@ class SamplePlan:
         before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])  # elements before each block
         finest_P = _counts(mask_B64, before_B, self._cuts)
         even_P = _counts(mask_B64, before_B, even_cuts(self.numel, self.world_size))
-        words_W = packed_W.to(torch.uint8).view(torch.int64)
+        words_W = packed_W.to(torch.uint8).view(torch.int64)  # eight bytes make a word
         return torch.cat([finest_P, even_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:
@@ -281,8 +281,9 @@ class SamplePlan:
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
             """The sets' elements in the windows of each class, the mean over the sets."""
-            bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
-            size_W = bits_W.sum((0, 2), dtype=np.int64)
+            # Axes: sets, windows, words of a window.
+            bits = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
+            size_W = bits.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
             return np.bincount(class_W, size_W, classes) / len(words_gW)
 
@@ -344,6 +345,7 @@ class SamplePlan:
         """
         n, found, share = words_nW.shape[0], {}, 0.0
         union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
+        # Elements in the windows.
         seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
