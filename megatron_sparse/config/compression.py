@@ -14,7 +14,7 @@ VALUE_BITS = (8, 4, 3, 2)
 LOSS_BUDGETS = (0, 0.3, 1, 2.5)
 """Percent of the final loss: what the presets were measured to cost (docs/choosing-density.md)."""
 DENSE_VALUE_BITS = (8, 4)
-"""Those in which every element of a dense gradient can travel."""
+"""Those to which every element of a dense gradient can be quantised."""
 WARMUP_ITERS, RAMP_ITERS, LONG_RAMP_ITERS = 500, 1000, 2300
 """What null takes where the run's length is not known, and at most where it is."""
 KEPT_ERROR, MIN_SAMPLES, MAX_SAMPLES = 0.05, 1024, 40_000

@@ -51,7 +51,7 @@ class Plan:
     value_bits: int | None = None
 
     def narrows(self, bucket: Bucket) -> bool:
-        """Whether the bucket's values travel in a narrower dtype than the gradient's."""
+        """Whether the bucket's values are sent in a narrower dtype than the gradient's."""
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, self.wire_dtype)
         return VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
 

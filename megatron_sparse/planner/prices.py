@@ -94,8 +94,7 @@ def predict(
     factor = options.capacity_on(cluster.device, takes_slots=entry.takes_slots)
     options = replace(options, capacity=factor)
     assert entry.cost is not None, "as `fits` has found"
-    topology = cluster.topology(shape.world_size)
-    run = DryRun(shape, densities, cluster, options, topology)
+    run = DryRun(shape, densities, cluster, options, cluster.topology(shape.world_size))
     if entry.takes is Input.SPARSE:
         sparse_form = run.messages(entry.message_format(options))
         # Adds the time of selection and encoding; a whole message holds every element, quantised.
@@ -109,8 +108,8 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
 
     At `compression.level=node` a bucket of N elements is added densely inside each node of m ranks.
     Then each of the m ranks holds N / m elements of the node's sum, and the k ranks with the same
-    number in the k nodes, a lane, exchange them compressed. `instance` is the same with an instance
-    of the distributed optimizer in the node's place.
+    number in the k nodes, a lane, exchange them compressed. `instance` is the same with instances
+    of the distributed optimizer instead of nodes.
 
     All lanes exchange at the same time. Where the ranks of a node share its network card
     (`Topology.nic` is `node`: alpha and beta of `inter` are then the card's), a lane gets an even

@@ -112,8 +112,9 @@ class SumDensities:
             # Clipped, because u must be above 0 and finite.
             u_one_P = -np.log1p(-np.clip(one_P, 1e-12, MOST_DENSITY))
             u_all_P = np.maximum(-np.log1p(-np.clip(all_P, 1e-12, MOST_DENSITY)), u_one_P)
-            slope_P = np.log(u_all_P / u_one_P) / math.log(everyone)
-            density_P = -np.expm1(-u_one_P * ranks**slope_P)
+            # The law through k = 1 and k = everyone: u(k) = u(1) k^exponent.
+            exponent_P = np.log(u_all_P / u_one_P) / math.log(everyone)
+            density_P = -np.expm1(-u_one_P * ranks**exponent_P)
         mean = density_P.mean()
         return np.minimum(density_P * (self._mean(ranks) / mean), 1.0) if mean else density_P
 

@@ -121,8 +121,8 @@ class SparsityProfile:
         right = min(max(bisect_left(known, ranks), 1), len(known) - 1)
         low, high = known[right - 1], known[right]
         u_low, u_high = (-math.log1p(-min(points[k], most)) for k in (low, high))
-        slope = max(math.log(u_high / u_low) / math.log(high / low), 0.0)
-        return -math.expm1(-u_low * (ranks / low) ** slope)
+        exponent = max(math.log(u_high / u_low) / math.log(high / low), 0.0)
+        return -math.expm1(-u_low * (ranks / low) ** exponent)
 
     @classmethod
     def uniform(cls, numel: int, density: float, world_size: int) -> Self:

@@ -77,7 +77,7 @@ class GradientDumpWriter:
     ) -> None:
         """Stores the arguments; makes no folder yet."""
         self._iterations, self._folder, self._is_broken = frozenset(iterations), folder, False
-        self._place = Path(f"group-{first_rank}-{world_size}") / f"rank-{rank:04d}"
+        self._rank_folder = Path(f"group-{first_rank}-{world_size}") / f"rank-{rank:04d}"
 
     @classmethod
     def of(
@@ -141,7 +141,7 @@ class GradientDumpWriter:
         """
         if not self.wants(iteration):
             return
-        folder = self._folder / f"iteration-{iteration:06d}" / self._place
+        folder = self._folder / f"iteration-{iteration:06d}" / self._rank_folder
         path = folder / f"{quote(bucket, safe='')}.{kind}.pt"
         partial = path.with_suffix(".partial")  # so that a reader never sees half a file
         content = _packed(values.detach())
@@ -283,8 +283,8 @@ class GradientDump:
                     got=asked,
                 )
         dumped = self.buckets[bucket]
-        place, name = self._of(iteration) / dumped.group, f"{dumped.stem}.{kind}.pt"
-        return [place / f"rank-{rank:04d}" / name for rank in range(dumped.world_size)]
+        folder, name = self._of(iteration) / dumped.group, f"{dumped.stem}.{kind}.pt"
+        return [folder / f"rank-{rank:04d}" / name for rank in range(dumped.world_size)]
 
     def _of(self, iteration: int) -> Path:
         return self.folder / f"iteration-{iteration:06d}"
