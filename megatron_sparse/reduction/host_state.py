@@ -1,7 +1,7 @@
-"""What the plugin holds in one process, whichever host it is in: Megatron's, or torch's DDP.
+"""The plugin's state in one process, for both frameworks that can run it: Megatron and torch's DDP.
 
-Two things are agreed with the other ranks: that all have kernels for their GPUs, at the start, and
-a new target density, while the run goes on.
+Ranks agree here on two things: at the start, that every rank's GPU has compiled kernels; during the
+run, on a new target density (density: selected elements / all elements of a bucket).
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.gpu import check_kernels
-from megatron_sparse.errors import (
-    CommunicationError,
-    ConfigError,
-    DependencyError,
-    ExtensionError,
-)
+from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError, ExtensionError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials
@@ -32,20 +27,20 @@ logger = logging.getLogger("megatron_sparse")
 
 
 class HostState:
-    """What `megatron.attachment` and `ddp` share. Making one is collective over the group.
+    """State shared by `megatron.attachment` and `ddp`. Making it is collective over the group.
 
     Args:
-        config: of the user, checked, with the thresholds of the cluster file.
+        config: the user's, checked, with the thresholds of the cluster file.
         device: of the gradients.
         group: the ranks that exchange messages; None takes all.
 
     Attributes:
-        config: a copy of the given one, which `set_density` and trials change.
+        config: a copy of the argument; `set_density` and `trials` change it.
         step: training steps so far; drives warm-up and ramp, keys random draws.
-        planner: chooses the scheme of each bucket.
-        trials: with `compression.density=auto`, choose the preset; else None.
-        residuals: error feedback; every step counts as accepted until the host says otherwise.
-        progress: drives the buckets.
+        planner: chooses the scheme (collective algorithm) of each bucket.
+        trials: with `compression.density=auto`, chooses the preset by timing steps; else None.
+        residuals: error feedback; the framework may undo a step's (`ResidualStore.is_reported`).
+        progress: runs the buckets' pipelines.
     """
 
     def __init__(
@@ -53,12 +48,11 @@ class HostState:
     ) -> None:
         compression = config.compression
         is_auto = compression.density == AUTO
-        # Trials and `set_density` change a copy: the caller may give the same to another model.
-        begun = deepcopy(config)
-        if is_auto:
-            begun.compression.density = compression.given_density  # of the first steps
+        # A copy, because this object changes it, and the caller may use `config` for another model.
+        self.config = deepcopy(config)
+        if is_auto:  # a number for the first steps, until trials have chosen one
+            self.config.compression.density = compression.given_density
         check_kernels_of_all(device, group)
-        self.config = begun
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
         self.trials: SettingTrials | None = None
@@ -71,9 +65,9 @@ class HostState:
 
     @property
     def enabled(self) -> bool:
-        """Switches compression during the run. Off: buckets are sent dense, residual included.
+        """Whether buckets are compressed. Else they are sent dense, with their residuals added.
 
-        Set it to the same value on every rank, between two steps.
+        May be set during the run: between two steps, to the same value on every rank.
         """
         return self.planner.enabled
 
@@ -83,7 +77,7 @@ class HostState:
         logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
 
     def _between_steps(self) -> None:
-        """Called on every rank when a step has ended: the next may have another setting."""
+        """Lets trials time the step that has ended, and change the settings of the next."""
         if self.trials is not None:
             self.trials.step_ended(self.step)
 
@@ -91,31 +85,31 @@ class HostState:
         """Changes `compression.density` from the next step on.
 
         Collective: every rank calls it between two steps. During the warm-up it sets the density
-        that the ramp will lead to. It has no effect where nothing is ever pruned. A resumed run
-        starts with the density of its configuration.
+        at which the ramp will end. Without effect if nothing is compressed. Checkpoints do not
+        save it: a resumed run starts with the density of its configuration.
 
         Args:
             density: nnz / numel, in (0, 1]; the same on every rank.
 
         Raises:
             CommunicationError: ranks want different densities; nothing is changed.
-            ConfigError: the value is refused, a ramp is under way, or `density=auto` chooses.
+            ConfigError: the value is invalid, a ramp is under way, or `density=auto` is configured.
         """
         if self.trials is not None:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
         _check_same_density(density, self._device, self._group)
         compression = self.config.compression
-        checked = replace(compression, density=density)  # refuses a wrong value
+        checked = replace(compression, density=density)  # its constructor refuses a wrong value
         phase, _ = phase_and_density(compression, self.step)
         if phase is Phase.RAMP:
-            end = compression.warmup + compression.ramp
+            ramp_end = compression.warmup + compression.ramp
             raise _refusal(
-                f"a step before the ramp or after it, so from step {end} on",
+                f"a step before the ramp or after it, so from step {ramp_end} on",
                 f"step {self.step} of the ramp to density {compression.density:g}",
                 "wait for the end of the ramp: a new target would make the density jump",
             )
-        # If the ramp's length is null, it follows the density: fix it, so that no step's phase
-        # changes.
+        # Where `ramp_iters` is null, the ramp's length is computed from the density. Keep the
+        # length of the old density, or this step could fall into another phase.
         compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
         before = compression.density
         compression.density = float(checked.density)
@@ -124,10 +118,10 @@ class HostState:
 
 
 def check_kernels_of_all(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Refuses a group in which a rank's GPU has no compiled kernels, on all its ranks.
+    """Raises on all ranks of a group if the GPU of any of them has no compiled kernels.
 
-    Without this the others would wait for that rank's first message. On CUDA collective over the
-    group, and the host waits for one number; else it does nothing.
+    If only that rank raised, the other ranks would wait for its first message until their timeout.
+    On CUDA collective and blocking (one small all-reduce); on a CPU it does nothing.
 
     Args:
         device: of the gradients.
@@ -140,7 +134,7 @@ def check_kernels_of_all(device: torch.device, group: dist.ProcessGroup | None =
     """
     if device.type != "cuda":
         return
-    own_error = None
+    own_error = None  # raised only after the all-reduce, in which every rank must take part
     try:
         check_kernels(device)
     except (DependencyError, ExtensionError) as error:
@@ -156,9 +150,9 @@ def check_kernels_of_all(device: torch.device, group: dist.ProcessGroup | None =
 
 
 def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether something that holds on this rank (`own`) holds on all ranks of a group.
+    """Whether `own` is true on all ranks of a group: a logical AND over the group.
 
-    Collective; the host waits. The group None takes all ranks.
+    Collective; blocks until the result is on the CPU. The group None takes all ranks.
     """
     holds = torch.tensor([int(own)], device=device)
     dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=group)
@@ -166,6 +160,7 @@ def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | No
 
 
 def _refusal(expected: str, got: str, remedy: str) -> ConfigError:
+    """The error of a `set_density` that is not allowed now."""
     return ConfigError(
         "the density cannot be changed now", expected=expected, got=got, remedy=remedy
     )
@@ -174,10 +169,10 @@ def _refusal(expected: str, got: str, remedy: str) -> ConfigError:
 def _check_same_density(
     density: object, device: torch.device, group: dist.ProcessGroup | None
 ) -> None:
-    """Raises if ranks want different densities. Collective.
+    """Raises CommunicationError if ranks pass different densities. Collective.
 
-    A value that is no number travels as NaN. If all are NaN this returns: the configuration's own
-    check then raises.
+    Something that is no number is sent as NaN. If every rank sends NaN this returns, and the caller
+    validates the value.
     """
     is_number = isinstance(density, int | float) and not isinstance(density, bool)
     own = torch.tensor([density if is_number else math.nan], dtype=torch.float64, device=device)
@@ -186,7 +181,7 @@ def _check_same_density(
     wanted = [value.item() for value in gathered]
     if all(map(math.isnan, wanted)):
         return
-    if any(value != wanted[0] for value in wanted):
+    if any(value != wanted[0] for value in wanted):  # NaN differs from everything
         raise CommunicationError(
             "ranks want different densities",
             expected="set_density with the same value on every rank",

@@ -5,26 +5,25 @@ A job is a generator. It yields
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
 - `GATE`: the job has worked locally until now and will post operations from here on;
 - `POSTED`: the job will post nothing more;
-- `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter;
-- `QUEUED`: all of its work is on a stream (CUDA only); what follows reads reports on the host.
+- `UNORDERED`: the job will post only messages with unique tags, whose order does not matter;
+- `QUEUED` (CUDA only): all of the job's work is on a stream; from here on it only copies reports
+  (error flags and counts that kernels wrote) to the CPU and checks them.
 
-Between two yields it works locally. `Pending` is the job under way: one thread launches it and
-waits for it, a driver (`progress`) steps it. Only drivers step a job; `without` and
-`one_after_another` combine stages into one.
+Between two yields it works locally. A stage is a job, or a part of one. `Pending` holds a running
+job: one thread launches it and waits for it; a driver (`progress`) steps it, that is, resumes the
+generator. "Host" is the CPU's side, as opposed to the device.
 
-On CUDA buckets are worked on in two streams:
+On CUDA a job uses two streams, which all buckets share:
 
-    codec     prepare and select: all that a job does before its gate
-    network   exchange, decode, and all else behind the gate
+    codec     before its gate: prepare and select
+    network   behind its gate: exchange, decode, and all else
 
 Each stream runs the buckets in the order of their launch. A bucket enters the codec stream after
-the launching stream's work, enters the network stream after its own selection, and the stream that
-waits for it goes on after its work on the network stream. So bucket N + 1 is selected beside the
-exchange of bucket N. Exchanges follow one another, and so do the decoders between them: buffers
-that only work behind the gate uses are shared by all buckets (`Exchange.take`). Memory that is
-allocated before the gate and used behind it must be named to `used_here`; a buffer that outlives
-the step needs no more than that, because the next step's launch comes after this one's
-`finish_event`.
+what the launching stream has queued; it enters the network stream after its own selection. So
+bucket N + 1 is selected during the exchange of bucket N. On the network stream one bucket follows
+the other, so buffers that are used only there are shared by all buckets (`Exchange.take`). Memory
+allocated on the codec stream and used on the network stream must be passed to `used_here`. That is
+enough for buffers that outlive the step, too: the next launch comes after this `finish_event`.
 """
 
 from __future__ import annotations
@@ -48,9 +47,10 @@ from megatron_sparse.transport.base import Marker
 
 
 class Gate(Enum):
-    """Yielded by a job before it posts operations; once it has passed, it may yield it again.
+    """Yielded by a job before it posts operations. A second `GATE` of the same job does nothing.
 
-    Jobs pass in the order of their launch: none passes while an earlier job may still post.
+    Jobs pass the gate in the order of their launch: none passes while an earlier job may still
+    post.
     """
 
     GATE = "gate"
@@ -63,23 +63,23 @@ type Stage[T] = Generator[object, None, T]
 
 
 def one_after_another(first: Stage[int], second: Stage[int], *, second_posts: bool) -> Stage[int]:
-    """Two stages of a bucket; `second` begins when the result of `first` is on the stream.
+    """Joins two stages of a bucket: runs `first`, then `second` on its result.
 
-    What a stage does after `QUEUED` only reads reports: that comes when both are queued.
+    On CUDA `second` begins as soon as `first` is queued; both read their reports at the end.
 
     Args:
         first: usually a collective.
-        second: what its result goes into.
-        second_posts: whether `second` posts operations. Then the next bucket may post only when
-            `second` has: ranks would else meet there in the order in which their first halves end,
-            which differs between ranks.
+        second: works on the result of `first`.
+        second_posts: whether `second` posts operations. The next bucket must then wait until they
+            are posted. Otherwise ranks would post them in the order in which their first stages
+            end, which differs between ranks.
 
     Returns:
-        The bytes sent in both.
+        The bytes sent in both stages.
     """
-    first_bytes = yield from _until_queued(first, more_follows=second_posts)
-    second_bytes = yield from _until_queued(second, more_follows=False)
-    # None: that stage has stopped at `QUEUED`, and still has its reports to read.
+    first_bytes = yield from _until_queued(first, hides_markers=second_posts)
+    second_bytes = yield from _until_queued(second, hides_markers=False)
+    # None: the stage has stopped at `QUEUED`, and still has to read its reports.
     if first_bytes is None or second_bytes is None:
         yield QUEUED
     if first_bytes is None:
@@ -89,11 +89,11 @@ def one_after_another(first: Stage[int], second: Stage[int], *, second_posts: bo
     return first_bytes + second_bytes
 
 
-def _until_queued(steps: Stage[int], *, more_follows: bool) -> Stage[int | None]:
-    """Runs a stage to its end and returns its bytes, or to `QUEUED` and returns None.
+def _until_queued(steps: Stage[int], *, hides_markers: bool) -> Stage[int | None]:
+    """Runs a stage to its end and returns its bytes, or to its `QUEUED` and returns None.
 
-    With `more_follows` a later stage of the job posts too, so this one's `POSTED` and `UNORDERED`
-    are left out.
+    With `hides_markers` it does not yield the stage's `POSTED` and `UNORDERED`: they would be
+    untrue where a later stage of the job posts operations.
     """
     while True:
         try:
@@ -102,17 +102,13 @@ def _until_queued(steps: Stage[int], *, more_follows: bool) -> Stage[int | None]
             return end.value
         if outcome is QUEUED:
             return None
-        ends_posting = isinstance(outcome, Marker)
-        if not (ends_posting and more_follows):
+        is_marker = isinstance(outcome, Marker)  # `POSTED` or `UNORDERED`
+        if not (is_marker and hides_markers):
             yield outcome
 
 
 class BucketStreams:
-    """The streams of a process, on CUDA; see the module's docstring.
-
-    Args:
-        device: of the buckets.
-    """
+    """The codec and the network stream of a process, on CUDA; see the module's docstring."""
 
     def __init__(self, device: torch.device) -> None:
         self.codec = torch.cuda.Stream(device)
@@ -120,20 +116,16 @@ class BucketStreams:
 
 
 class JobStream:
-    """The stream that one job is on.
-
-    Args:
-        streams: the process's; None on a CPU, where nothing here has an effect.
-    """
+    """The stream that one job uses: codec, from its first gate on network; on a CPU none."""
 
     def __init__(self, streams: BucketStreams | None) -> None:
         self._streams = streams
         self._stream = None if streams is None else streams.codec
-        self._local_work_done: torch.cuda.Event | None = None
+        self._local_work_done: torch.cuda.Event | None = None  # set between `at_gate`, `pass_gate`
 
     @property
     def on_cuda(self) -> bool:
-        """Whether there are streams at all."""
+        """Whether the job uses streams."""
         return self._streams is not None
 
     def current(self) -> AbstractContextManager[object]:
@@ -146,19 +138,20 @@ class JobStream:
             self._stream.wait_event(event)
 
     def at_gate(self) -> None:
-        """Marks the end of the job's local work; call it with the job's stream current."""
+        """Records an event after the job's local work; call it with the job's stream current."""
         if self._streams is not None and self._stream is self._streams.codec:
-            self._local_work_done = self.marked_here()
+            self._local_work_done = self.recorded_event()
 
     def pass_gate(self) -> None:
-        """Moves the job to the network stream, behind its own local work."""
+        """Moves the job from the codec to the network stream, which waits for its local work."""
+        # At a second gate there is no event: the job is on the network stream already.
         if self._streams is not None and self._local_work_done is not None:
             self._stream = self._streams.network
             self._stream.wait_event(self._local_work_done)
             self._local_work_done = None
 
-    def marked_here(self) -> torch.cuda.Event | None:
-        """An event after all that the current stream has queued; None on a CPU."""
+    def recorded_event(self) -> torch.cuda.Event | None:
+        """A new event, recorded after all that the current stream has queued; None on a CPU."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()
@@ -167,10 +160,11 @@ class JobStream:
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells torch's allocator that tensors are used on the current stream from here on.
+    """Tells torch's caching allocator that the current stream uses tensors of another stream.
 
-    Call it behind the gate for memory that was allocated before it: freed by the host, it would
-    else go to the next bucket's selection while the network stream still reads it.
+    Call it behind the gate for memory that was allocated before the gate. Otherwise, when Python
+    drops the tensors, the allocator may give their memory to the next bucket's selection on the
+    codec stream, while the network stream still reads it.
     """
     for tensor in tensors:
         if tensor.device.type == "cuda":
@@ -183,26 +177,26 @@ after the backend's own timeout, whose error says more."""
 
 
 class Pending[T]:
-    """A job under way. Call `wait` once, or else `wait_until_queued` and `confirm`, each once.
+    """A running job. Call `wait` once, or else `wait_until_queued` and `confirm`, each once.
 
     A job ends in two steps. When it is *queued*, all of its work on the device is on a stream, and
     the bucket can be used on every stream that waits for `finish_event`. When it has *ended*, its
-    reports have been read, so the sum is known to be right. On a CPU both are one moment; on CUDA
-    only a job in capacity mode has the first one to itself.
+    reports have been checked, so the sum is known to be right. Only on CUDA, in capacity mode
+    (`scheme.capacity`), are these two moments; otherwise a job is queued when it ends.
 
     Args:
         name: of the bucket, for errors.
-        steps: the job.
+        steps: the job's generator.
         timer: receives the time that operations take.
-        record: gets the job's times, and goes to the sink when the job is confirmed; or None.
-        sink: receives the record, and the launching thread's waits.
+        record: telemetry; gets the job's times; None for a job that is not recorded.
+        sink: receives the record in `confirm`, and the time that the launching thread waits.
         on_done: called once when the job has ended, with or without an error: by the thread that
             drives it (on CUDA with its stream current), or by the caller if the job is refused.
             Must neither block nor raise.
 
     Attributes:
-        after: a job submitted before, whose memory this one reuses: on the device this one's work
-            begins after that job's. Set it before `Progress.submit`.
+        after: a job submitted earlier, whose buffers this one reuses: on the device this one's
+            work begins after that job's. Set it before `Progress.submit`.
         error: the error that ended the job; None without one.
         result: what the job returned; None before its end, and after an error.
         finish_event: on CUDA, marks the end of the job's work on its stream.
@@ -210,9 +204,10 @@ class Pending[T]:
         host_cpu_s: processor seconds that the driving thread has spent in the job's steps.
         host_wall_s: clock seconds of the same steps; longer if the thread had to wait for a core,
             for the interpreter's lock, or for the device.
-        drive_rest: runs what a queued job still has to do, where no thread of its own does that.
-        may_post: for the driver: later jobs must wait at the gate, because this one has not yet
-            yielded `POSTED` or `UNORDERED`.
+        drive_rest: steps a queued job to its end, for a driver without a thread
+            (`InOrderProgress`); else None.
+        may_post: this job has not yet yielded `POSTED` or `UNORDERED`, so the driver lets later
+            jobs wait at the gate.
     """
 
     def __init__(
@@ -238,26 +233,26 @@ class Pending[T]:
         self._sink = sink or NullSink()
         self._on_done = on_done
         self._queued, self._ended = threading.Event(), threading.Event()
-        self._start_event: torch.cuda.Event | None = None
+        self._start_event: torch.cuda.Event | None = None  # recorded by the launching thread
         self._is_at_gate = False
-        self._work: Work | None = None
-        self._since_s = 0.0
+        self._work: Work | None = None  # the operation that the job waits for
+        self._work_since_s = 0.0  # when the job yielded it
 
     # The launching thread's side.
 
     def done(self) -> bool:
-        """Whether the host's part has ended, with or without an error."""
+        """Whether the job has ended, with or without an error."""
         return self._ended.is_set()
 
     def queued(self) -> bool:
-        """Whether all of its work on the device is on a stream, or it has ended."""
+        """Whether all of the job's work on the device is on a stream, or it has ended."""
         return self._queued.is_set()
 
     def wait(self) -> T:
-        """Blocks until the job has ended well: the bucket holds the sum, which is right.
+        """Blocks until the job has ended and its sum has been checked.
 
         Returns:
-            The job's result.
+            What the job returned; the bucket holds the sum.
 
         Raises:
             MegatronSparseError: the job failed; the bucket's content is undefined.
@@ -269,11 +264,11 @@ class Pending[T]:
     def wait_until_queued(self) -> None:
         """Blocks the host until the job is queued; on CUDA the current stream waits for its work.
 
-        The host does not wait for the device, unless the job needed a number from it. Nothing
-        irrevocable may be done with the sum before `confirm` has returned.
+        The host does not wait for the device, except where the job copies a size to the CPU. The
+        sum may still prove wrong: do nothing with it that cannot be undone before `confirm`.
 
         Raises:
-            MegatronSparseError: the error that ended the job, if it is known by now.
+            MegatronSparseError: the error that ended the job, if it has failed by now.
         """
         start_s = time.perf_counter()
         with nullcontext() if self.record is None else marked(self.record.WAIT):
@@ -286,7 +281,7 @@ class Pending[T]:
             self._sink.record_stage(self.record.WAIT, self.record.waited(start_s))
 
     def confirm(self) -> None:
-        """Blocks until the job has ended: its reports have been read. Then the sink has its record.
+        """Blocks until the job has ended, its reports checked; hands its record to the sink.
 
         Raises:
             MegatronSparseError: the error that ended the job; the bucket's content is undefined.
@@ -303,44 +298,44 @@ class Pending[T]:
     # The driver's side.
 
     def launch(self, streams: BucketStreams | None, timeout_s: float) -> None:
-        """Called once by the launching thread, before the first step.
+        """Prepares the job for its first step; the launching thread calls it once.
 
         Args:
-            streams: of the process; None on a CPU. The job begins after what the current stream
-                has queued.
+            streams: of the process; None on a CPU. The job will begin after what the current
+                stream has queued by now.
             timeout_s: seconds that one operation may take.
         """
         self._stream = JobStream(streams)
         self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
-        self._start_event = self._stream.marked_here()
+        self._start_event = self._stream.recorded_event()
 
     def can_move(self, *, gate_is_open: bool) -> bool:
-        """Whether `step` would return at once.
+        """Whether `step` can resume the job now without waiting for anything.
 
         Args:
             gate_is_open: whether no job before this one may still post.
         """
-        if self.after is not None:  # `step` lets the stream wait for that job's work
+        if self.after is not None:  # `step` needs its `finish_event`, recorded when it is queued
             return self.after.queued()
         if self._is_at_gate:
             return gate_is_open
-        if self._work is None:  # it waits for no operation
+        if self._work is None:
             return True
-        # After the deadline the job is resumed too, and `_finish_work` raises.
-        waited_s = time.perf_counter() - self._since_s
+        # After the deadline the driver resumes the job too, so that `_finish_work` raises.
+        waited_s = time.perf_counter() - self._work_since_s
         return self._work.ready() or waited_s > self._deadline_s
 
     def step(self, wake: Callable[[], None]) -> bool:
-        """Resumes the job until its next yield; False when it has ended.
+        """Resumes the job until its next yield; returns False when it has ended.
 
         Args:
-            wake: called by some thread as soon as the job may have become able to move.
+            wake: a thread calls it as soon as `can_move` may have become true.
 
         Raises:
-            BaseException: the error that ends the job; the driver ends it, and all others.
+            BaseException: raised by the job. The driver then calls `end` for this and all jobs.
         """
         cpu_s, wall_s = time.thread_time(), time.perf_counter()
-        # The first step comes after what the launching stream had queued, and after `after`.
+        # Before the first step the job's stream waits for the launching stream and for `after`.
         self._stream.wait(self._start_event)
         self._start_event = None
         if self.after is not None:
@@ -361,21 +356,21 @@ class Pending[T]:
                     self._mark_queued()
             self.host_cpu_s += time.thread_time() - cpu_s
             self.host_wall_s += time.perf_counter() - wall_s
-            if ended:
+            if ended:  # after the times are added, which whoever waits for the end may read
                 self.end(None)
         return not ended
 
     def run_alone(self) -> Stage[None]:
-        """All steps, for a caller that drives them itself: without gates, deadlines and streams.
+        """A generator of all the job's steps, for virtual ranks: no gates, deadlines or streams.
 
-        `VirtualCluster.run(lambda transport: pending[transport.rank].run_alone())` drives a job of
-        each rank, all of which have ended then.
+        `VirtualCluster.run(lambda transport: pending[transport.rank].run_alone())` runs one job of
+        each rank to its end.
         """
         self.result = yield from without(self._steps, Gate)
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Marks the job as ended, by an error or well, and wakes waiting threads; call it once."""
+        """Marks the job as ended, by an error or without one, and wakes waiting threads."""
         self.error = error
         self.finished_s = time.perf_counter()
         self._ended.set()
@@ -384,11 +379,12 @@ class Pending[T]:
             self._on_done(self)
 
     def _mark_queued(self) -> None:
-        self.finish_event = self._stream.marked_here()
+        """Records `finish_event` and wakes a thread in `wait_until_queued`."""
+        self.finish_event = self._stream.recorded_event()
         self._queued.set()
 
     def _note_yielded(self, outcome: object, wake: Callable[[], None]) -> None:
-        """Notes what the job has yielded: where it is, or the work that it waits for."""
+        """Stores what the job has yielded: a marker (see the module), or a work to wait for."""
         if outcome is GATE:
             self._is_at_gate = True
             self._stream.at_gate()
@@ -397,18 +393,17 @@ class Pending[T]:
         elif outcome is POSTED or outcome is UNORDERED:
             self.may_post = False
         else:
-            self._since_s = time.perf_counter()
+            self._work_since_s = time.perf_counter()
             self._work = work = cast(Work, outcome)
             work.when_ready(wake)
 
     def _finish_work(self, work: Work) -> None:
-        """Takes the result of the work that the job waited for, and times the wait.
+        """Finishes the work that the job waited for; the timer gets the wait as stage `network`.
 
         Raises:
-            CommunicationError: the work is not ready, so its deadline has passed: a driver resumes
-                a job only then or when its work is ready.
+            CommunicationError: the work's deadline has passed.
         """
-        if not work.ready():
+        if not work.ready():  # then its deadline has passed, or `can_move` would have been false
             raise CommunicationError(
                 "an operation ran out of time",
                 expected=f"an answer within {self._deadline_s:.0f} s",
@@ -417,13 +412,13 @@ class Pending[T]:
             )
         self._work = None
         if self.queued():
-            # The job yielded `QUEUED`: it now reads reports, which is no stage and is not timed.
+            # A copy of reports after `QUEUED` belongs to no timed stage.
             work.finish()
         elif self._stream.on_cuda:
-            with self._timer.stage("network"):
+            with self._timer.stage("network"):  # the stream waits in `finish`: timed by events
                 work.finish()
         else:
             with marked("network"):
                 work.finish()
-            # From the yield on: by now the work is done, and `finish` takes no time.
-            self._timer.add_span("network", self._since_s, time.perf_counter())
+            # On a CPU the work is complete before `finish`: the wait began at the job's yield.
+            self._timer.add_span("network", self._work_since_s, time.perf_counter())

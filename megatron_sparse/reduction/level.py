@@ -5,24 +5,29 @@
     instance   the ranks of an instance of the distributed optimizer add up; each of them selects
                from its own shard
 
-A level above `rank` has three steps, on n = m k ranks in k nodes of m:
+Words, for n = m k ranks in k nodes of m; rank (i, j) is rank j within node i:
 
-1. Inside: the backend's reduce-scatter of the gradient over the m ranks of the node. Rank (i, j),
-   at place j of node i, gets its part of the node's sum.
-2. Across: the part is a bucket of its own. Everything that happens to a bucket at level `rank`
-   happens to it: residual, selection, exchange. The k ranks with the same place in their nodes, a
-   lane, are its group. So `sent + residual == node's gradient + residual before`, element by
-   element, and the m ranks of a node together hold one residual of the model.
-3. After an all-reduce: the backend's all-gather of the parts over the ranks of the node.
+    inside     among the m ranks of a node (or among the ranks of an instance)
+    across     among the ranks of different nodes (or of different instances)
+    lane       the k ranks (0, j), ..., (k - 1, j): the group of the exchange across nodes
+    part       the elements of a bucket that a rank selects from; itself a `Bucket`
 
-For an all-reduce, part j is the j-th of m contiguous pieces of floor(N / m) elements, and the last
-part has the rest as well: fewer than m elements, which the ranks of a node all-reduce. For a
+The level `node` has three steps:
+
+1. Inside: a reduce-scatter of the gradient over the node leaves its sum of part j on rank (i, j).
+2. Across: part j is synchronised over the lane just as a bucket is at level `rank`: residual,
+   selection, exchange. So for each element selected value + new residual = node's sum + old
+   residual, and the m ranks of a node together hold one residual of the model.
+3. After the exchange, for an all-reduce: an all-gather of the parts over the ranks of the node.
+
+For an all-reduce, part j is the j-th of m contiguous pieces of floor(N / m) elements. The last part
+also has the rest of the bucket: fewer than m elements, which the ranks of a node all-reduce. For a
 reduce-scatter, rank (i, j) must end with Megatron's shard i m + j. Its part is the shards j, m + j,
 2 m + j, ..., back to back: k reduce-scatters over m adjacent shards each, and no permutation. The
-lane's reduce-scatter of it leaves shard i m + j on rank (i, j).
+lane's reduce-scatter of the part leaves shard i m + j on rank (i, j).
 
-`instance` is step 1 over the n ranks of an instance, and step 2 as an all-reduce over the ranks
-that own the same shard in each instance.
+The level `instance` is step 1 over the n ranks of an instance, and step 2 as an all-reduce over the
+ranks that own the same shard in each instance.
 
 Gradients are divided once, before step 1, as at level `rank`. Step 1 adds in the gradient's dtype,
 as Megatron does; with `Bucket.fp32_sums` in fp32.
@@ -30,20 +35,18 @@ as Megatron does; with `Bucket.fp32_sums` in fp32.
 Cost of N elements of b bytes on a rank: (m - 1) / m N b bytes inside, twice for an all-reduce; and
 across what the scheme sends of N / m elements.
 
-Over gloo each rank of a node sends every other its piece at once, in both steps (`dense_allpairs`):
-its own reduce-scatter reduces everything, and its rings copy more. Its sums are then added in
+Over gloo steps 1 and 3 send each piece directly to its receiver (`dense_allpairs`): gloo's own
+reduce-scatter reduces the whole bucket on each rank, and its rings copy more. These sums are in
 rank order and in fp32.
 
-Order: all steps are posted behind the gate (`job.Gate`), so the selection comes after it, and a
-bucket's steps follow those of the one before: all ranks post to all groups in one order.
+All steps are posted behind the gate (`job.Gate`), so that all ranks post to all groups in one
+order; at these levels the selection comes behind the gate, too.
 
-Without a level, Megatron's distributed optimizer may still have several instances
-(`num_distributed_optimizer_instances` = k > 1), each of which holds the whole optimizer state.
-`sum_over_instances` is then the second half of a sum. A bucket is reduce-scattered inside the
-instance by the scheme of its plan. Then each rank all-reduces its shard with the ranks that own the
-same shard in the other instances: dense, by the backend's own all-reduce, which Megatron uses too,
-because the sum inside the instance has filled in. Cost beside the scheme's: 2 (k - 1) / k N b / n
-bytes on n ranks an instance, and one round.
+At level `rank` Megatron's distributed optimizer may still have several instances
+(`num_distributed_optimizer_instances` = k > 1), each with the whole optimizer state. A bucket is
+then reduce-scattered inside the instance by its plan's scheme, and `sum_over_instances` adds up the
+shards across: dense, by the backend's all-reduce, as in Megatron, because a sum of many ranks has
+few zeros left. Additional cost: 2 (k - 1) / k N b / n bytes on n ranks an instance, and one round.
 
 Shape suffixes: N elements of the bucket, M of one shard or part.
 """
@@ -80,7 +83,7 @@ class LevelGroups:
     Attributes:
         inside: the ranks that add up before the selection: of this rank's node, or instance.
         across: the ranks that exchange selections: this rank's lane, in the order of the nodes, or
-            the ranks that own the same shard in the other instances.
+            the ranks that own the same shard in all instances.
         level: `node` or `instance`.
     """
 
@@ -95,25 +98,25 @@ def level_of(
     options: SchemeConfig,
     buffers: MessageBuffers,
 ) -> Level:
-    """The level of a reducer.
+    """Makes the `Level` that these groups are for.
 
     Args:
-        data_parallel: all ranks.
-        groups: of the level; None for `rank`.
+        data_parallel: the ranks whose gradients are summed.
+        groups: of a level above `rank`; None for `rank`.
         options: `scheme` of the configuration.
-        buffers: where the parts of a reduce-scatter live.
+        buffers: memory for the parts of reduce-scatters, which are no views of the bucket.
     """
     if groups is None:
         return Level(data_parallel)
     if groups.level == INSTANCE:
         return InstanceLevel(groups, options, buffers)
-    if groups.across.world_size == 1:  # the only node
-        return Level(data_parallel, is_alone=True)
+    if groups.across.world_size == 1:  # one node: there is nothing to exchange across
+        return Level(data_parallel, has_one_node=True)
     return NodeLevel(groups, options, buffers)
 
 
-def alone(plan: Plan) -> Plan:
-    """The plan on one node, where there is nothing to compress across: the backend's collective."""
+def dense_plan(plan: Plan) -> Plan:
+    """A plan changed to the backend's dense collective: with one node nothing is compressed."""
     return replace(
         plan,
         scheme="dense",
@@ -127,66 +130,63 @@ def alone(plan: Plan) -> Plan:
 
 
 class Level:
-    """The steps before and after the exchange of a bucket's part; here of level `rank`: none.
+    """The steps before and after the exchange of a bucket's part; at level `rank`, here, none.
 
     Args:
         across: the group that exchanges selections: at level `rank` all ranks.
-        is_alone: this rank's node is the only one: buckets are synchronised dense.
+        has_one_node: all ranks are on one node: buckets are synchronised dense (`dense_plan`).
     """
 
-    def __init__(self, across: Transport, *, is_alone: bool = False) -> None:
+    def __init__(self, across: Transport, *, has_one_node: bool = False) -> None:
         self.across = across
-        self.is_alone = is_alone
+        self.has_one_node = has_one_node
 
     def part(self, bucket: Bucket) -> Bucket:
-        """What this rank selects from: the same object for the same bucket.
+        """The part of `bucket` that this rank selects from; at level `rank` the bucket itself.
 
-        Its gradient has the right size, dtype and device; its content is that of the sum only
-        while the bucket is under way.
+        Always the same object for a bucket. Its gradient always has the right size, dtype and
+        device, but holds the inner group's sum only from `inside` to the end of the bucket's job.
         """
         return bucket
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Step 1: fills the part's gradient. Overwrites the bucket's; adds to the record."""
+        """Step 1: writes the inner group's sum to the part's gradient; may overwrite the bucket's.
+
+        The record gets the bytes that this rank sends.
+        """
         yield from ()
 
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
     ) -> Stage[int]:
-        """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
+        """Runs step 2, which the caller has made, then step 3; returns the bytes of step 2.
 
         Args:
-            steps: of the exchange.
-            exchange: with which it was started: its bucket is the part.
+            steps: step 2: the collective that exchanges the part.
+            exchange: the arguments of that collective; `exchange.bucket` is the part.
             bucket: the whole bucket, which gets the result.
             record: gets the bytes of step 3.
         """
-        return steps
+        return steps  # there is no step 3 at level `rank`
 
 
-class _DenseInside(Level):
-    """What `node` and `instance` share: parts that are kept, and sums over the inner group.
-
-    Args:
-        groups: of the level.
-        options: `scheme` of the configuration.
-        buffers: where the parts of a reduce-scatter live.
-    """
+class _LevelWithParts(Level):
+    """What `node` and `instance` share: parts, and sums over the inner group (`groups.inside`)."""
 
     def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
         super().__init__(groups.across)
         self._group = groups.inside
-        # Over gloo ranks send the pieces themselves (module's docstring), without its collectives.
-        # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
+        # Over gloo: pairwise messages instead of gloo's collectives (see the module's docstring).
+        # Virtual ranks are on a CPU too, but simulate a backend with ring collectives.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
         self._options = options
         self._buffers = buffers
-        # By the bucket's name: the bucket, and its part.
+        # The bucket's name -> the bucket, and its part.
         self._parts: dict[str, tuple[Bucket, Bucket]] = {}
 
     def part(self, bucket: Bucket) -> Bucket:
-        """See `Level`; made anew only for another bucket of the same name."""
+        """See `Level`. A new bucket with the name of an earlier one gets a new part."""
         whole, part = self._parts.get(bucket.name, (None, None))
         if part is None or whole is not bucket:
             part = self._new_part(bucket)
@@ -194,83 +194,84 @@ class _DenseInside(Level):
         return part
 
     def _new_part(self, bucket: Bucket) -> Bucket:
+        """Makes this rank's part of a bucket."""
         raise NotImplementedError
 
     def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:
-        """The arguments of a collective over the ranks of the node or instance."""
+        """The arguments of a collective over the ranks of this node or instance."""
         return Exchange(bucket, self._group, self._buffers, record.timer, self._options)
 
     def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
-        """Checks on a CPU that the inner group's ranks mean the same bucket and step.
+        """On a CPU: raises unless all ranks of the inner group are at the same bucket and step.
 
-        gloo ends processes that reduce buckets of different sizes.
+        gloo would end the process if ranks reduced buckets of different sizes.
         """
         if self._group.device.type == "cpu":
             identity = Identity("inside", bucket, str(bucket.grad_N.dtype), step)
-            yield from exchange_sizes([], identity, self._group)
+            yield from exchange_sizes([], identity, self._group)  # no sizes: the identity alone
 
     def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
-        """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`.
+        """Reduce-scatters `region` over the inner group: `shard_M` gets this rank's shard.
 
-        May overwrite the bucket's values.
+        May overwrite the gradient of `region`, a bucket or adjacent elements of one.
         """
         values_N = region.grad_N
-        # The backend adds in the values' own dtype, `dense_allpairs` in fp32.
-        adds_wider = region.fp32_sums and values_N.dtype != torch.float32
-        if not (self._sends_pieces or adds_wider):
+        # The backend adds in the values' dtype; `dense_allpairs` always adds in fp32.
+        needs_fp32 = region.fp32_sums and values_N.dtype != torch.float32
+        if not (self._sends_pieces or needs_fp32):
             with record.timer.inside():
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
             return
         steps = dense_allpairs(self._exchange(region, record), values_N, record.step)
         with record.timer.inside():
-            sent_bytes = yield from without(steps, Marker)
+            sent_bytes = yield from without(steps, Marker)  # this job will post more: step 2
         record.inside_bytes += sent_bytes
         store(shard_M, values_N[region.shard(self._group.rank)])
 
 
-class NodeLevel(_DenseInside):
-    """See the module's docstring: inside is the node, across is the lane."""
+class NodeLevel(_LevelWithParts):
+    """The level `node`; see the module's docstring."""
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         return node_part(bucket, self._group.world_size, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Fills the part with the node's sum of it; see `Level`."""
+        """Step 1: writes the node's sum to the part's gradient; see `Level`."""
         yield GATE
         yield from self._agree(bucket, record.step)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             yield from self._shards_inside(bucket, record)
             return
         m, part = self._group.world_size, self.part(bucket)
-        (own_cut,) = node_cuts(bucket, m, self._group.rank)  # one piece, for an all-reduce
-        part.grad_N = bucket.grad_N[own_cut]
+        (own_cut,) = node_cuts(bucket, m, self._group.rank)  # an all-reduce's part has one cut
+        part.grad_N = bucket.grad_N[own_cut]  # a view: step 2 writes its result to the bucket
         piece_numel = bucket.numel // m
         even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
         if piece_numel:
             region = self._region(bucket, even_N)
             yield from self._scatter(part.grad_N[:piece_numel], region, record)
-        if rest.numel():  # belongs to the last rank's part, a view of the bucket
+        if rest.numel():  # the end of the last rank's part
             with record.timer.inside():
                 yield self._group.all_reduce_(rest)
             record.inside_bytes += 2 * _ring_bytes(rest, m)
 
     def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Fills a reduce-scatter's part: the node's sums of this rank's shards, back to back."""
+        """Step 1 of a reduce-scatter: the part gets the node's sums of its k shards."""
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
-        for node in range(self.across.world_size):  # its m ranks own m adjacent shards
+        for node in range(self.across.world_size):  # shards of that node's ranks: m adjacent ones
             first, last = bucket.shard(node * m), bucket.shard(node * m + m - 1)
             region = self._region(bucket, grad_N[first.start : last.stop])
             yield from self._scatter(part.grad_N[part.shard(node)], region, record)
 
     def _region(self, bucket: Bucket, values_N: torch.Tensor) -> Bucket:
-        """Elements of a bucket as a bucket of the node, whose ranks get a shard each."""
+        """Makes a bucket of some elements of another, to reduce-scatter them over the node."""
         return Bucket(
             f"{bucket.name}.node",
             values_N,
-            (),
+            (),  # no parameters: only a selection needs them
             CollectiveOp.REDUCE_SCATTER,
             self._group.world_size,
             fp32_sums=bucket.fp32_sums,
@@ -279,27 +280,27 @@ class NodeLevel(_DenseInside):
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
     ) -> Stage[int]:
-        """Appends step 3, or the copy of a reduce-scatter's shard; see `Level`."""
+        """Step 3; for a reduce-scatter a local copy instead. See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            placed = self._place_shard(exchange, bucket)
-            return one_after_another(steps, placed, second_posts=False)
+            copied = self._copy_shard(exchange, bucket)
+            return one_after_another(steps, copied, second_posts=False)
         gathered = self._gather(exchange, bucket, record)
         return one_after_another(steps, gathered, second_posts=True)
 
-    def _place_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
-        """Copies this rank's shard from its part to its place in the bucket; sends 0 bytes."""
+    def _copy_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
+        """Copies this rank's shard of the sum from its part to the bucket; returns 0 bytes sent."""
         part, node = exchange.bucket, self.across.rank
         own_M = bucket.grad_N[bucket.shard(node * self._group.world_size + self._group.rank)]
         own_M.copy_(part.grad_N[part.shard(node)])
-        yield from ()
+        yield from ()  # makes this a stage, for `one_after_another`
         return 0
 
     def _gather(self, exchange: Exchange, bucket: Bucket, record: BucketRecord) -> Stage[int]:
-        """Gathers the parts of all ranks of the node; returns 0, as the record gets the bytes."""
+        """Step 3: all-gathers the parts over the node. Returns 0: the record gets the bytes."""
         part, m = exchange.bucket, self._group.world_size
         piece_numel = bucket.numel // m
         even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
-        # Only the last rank's rest is right; it has fewer than m elements.
+        # The rest is in the last rank's part: of the gathered rests only that one is the sum.
         rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
         works = []
         for gathered, own in ((even_N, part.grad_N[:piece_numel]), (rests, rest)):
@@ -309,7 +310,7 @@ class NodeLevel(_DenseInside):
         with record.timer.inside():
             yield from works
         record.inside_bytes += _ring_bytes(even_N, m) + _ring_bytes(rests, m)
-        rest.copy_(rests[len(rests) - rest.numel() :])
+        rest.copy_(rests[len(rests) - rest.numel() :])  # the last rank's
         return 0
 
     def _all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
@@ -319,14 +320,14 @@ class NodeLevel(_DenseInside):
         return self._group.all_gather(gathered, own_M)
 
 
-class InstanceLevel(_DenseInside):
-    """See the module's docstring. For reduce-scatters, across the owners of the same shard."""
+class InstanceLevel(_LevelWithParts):
+    """The level `instance`, for reduce-scatters; see the module's docstring."""
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         return instance_part(bucket, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Leaves the instance's sum of this rank's shard in the part; see `Level`."""
+        """Step 1: writes the instance's sum of this rank's shard to the part; see `Level`."""
         yield GATE
         yield from self._agree(bucket, record.step)
         part = self.part(bucket)
@@ -337,32 +338,32 @@ class InstanceLevel(_DenseInside):
 def sum_over_instances(
     steps: Stage[int], exchange: Exchange, instances: Transport, step: int
 ) -> Stage[int]:
-    """Runs a collective, then adds up this rank's shard over all instances, dense.
+    """Runs a reduce-scatter inside the instance, then all-reduces this rank's shard over instances.
+
+    Returns the bytes sent in both collectives.
 
     Args:
-        steps: of the collective, a reduce-scatter.
-        exchange: with which it was started.
+        steps: the reduce-scatter.
+        exchange: the arguments of the reduce-scatter.
         instances: the ranks that own the same shard, one of each instance.
         step: the training step.
 
-    Returns:
-        The bytes sent in both.
-
     Raises:
-        CommunicationError: an instance means another bucket or step.
+        CommunicationError: another instance is at another bucket or step.
     """
-    shards = _sum_of_shards(exchange, instances, step)
-    return one_after_another(steps, shards, second_posts=True)
+    shard_sum = _sum_of_shards(exchange, instances, step)
+    return one_after_another(steps, shard_sum, second_posts=True)
 
 
 def _sum_of_shards(exchange: Exchange, instances: Transport, step: int) -> Stage[int]:
-    """Overwrites this rank's shard with its sum over all instances; returns the bytes sent."""
+    """All-reduces this rank's shard over all instances, in place; returns the bytes sent."""
     bucket = exchange.bucket
     own_M = bucket.grad_N[bucket.shard(exchange.transport.rank)]
     if exchange.averages:  # the backend has divided by the ranks of one instance only
         own_M.div_(bucket.instances)
     name, op = f"{bucket.name}.instances", CollectiveOp.ALL_REDUCE
     shard = Bucket(name, own_M, (), op, bucket.instances)
+    # `averages=False`: the shard is divided by now.
     across = replace(exchange, bucket=shard, transport=instances, averages=False)
     return (yield from dense(across, own_M, step))
 

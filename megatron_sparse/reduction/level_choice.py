@@ -1,15 +1,16 @@
-"""Which level a group of ranks compresses at: from `compression.level` and the ranks' nodes.
+"""Chooses the level (`reduction.level`) at which a group of ranks compresses.
 
-`node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
-node. Where `node` is asked for but not possible, the ranks run at another level, and the reason is
-logged. With the costs of a cluster `auto` takes the cheapest of the possible levels
-(`planner.levels`); without, `instance` where there are several instances, then `node`. All ranks of
-a group come to the same result: they have the same configuration and node numbers.
+The choice follows from `compression.level` and the ranks' nodes. `node` needs nodes of equally many
+ranks, more than one each, and ranks that are numbered node by node; where it is configured but not
+possible, the level is `rank`, and the reason is logged. `auto` with a cluster file takes the level
+of the least modelled time (`planner.levels`); without one, `instance` if there are several
+instances of the distributed optimizer, else `node` if possible. All ranks of a group come to the
+same result: they have the same configuration and node numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -39,11 +40,11 @@ PRICED_SCHEMES = ("dense", "agsparse", "direct")
 
 @dataclass(frozen=True)
 class LevelChoice:
-    """The level that runs.
+    """The chosen level.
 
     Attributes:
         level: `rank`, `node` or `instance`.
-        reason: one sentence without a full stop.
+        reason: for the log; one sentence without a full stop.
         nodes: for `node`, the ranks of each node, in order; empty for the other levels.
     """
 
@@ -56,54 +57,52 @@ class LevelChoice:
         return self.nodes[rank // len(self.nodes[0])]
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """The rank's lane: the ranks with its place in every node. Only for `node`.
+        """The rank's lane: from each node the rank at the same index. Only for `node`.
 
         Example:
             >>> choice = LevelChoice("node", "", ((0, 1), (2, 3)))
             >>> choice.inside(3), choice.across(3)
             ((2, 3), (1, 3))
         """
-        place = rank % len(self.nodes[0])
-        return tuple(members[place] for members in self.nodes)
+        index = rank % len(self.nodes[0])
+        return tuple(members[index] for members in self.nodes)
 
 
 def virtual_groups(
     cluster: VirtualCluster, choice: LevelChoice, instances: int = 1
 ) -> list[Groups]:
-    """The groups of each rank of a virtual cluster.
+    """Makes the groups of a virtual cluster at a level; returns those of each rank, in order.
 
     Args:
         cluster: its ranks are numbered instance by instance.
-        choice: the level; its ranks are those of the first instance.
+        choice: the level; numbers ranks within an instance.
         instances: of the distributed optimizer.
     """
     n = len(cluster.transports)
     size = n // instances  # ranks of an instance
 
-    @cache
+    @cache  # all members of a group must get the same one
     def transports_of(ranks: tuple[int, ...]) -> dict[int, Transport]:
-        """The transports of a group of these ranks, by rank; a group is made only once."""
+        """Makes a group of these ranks of the cluster; rank -> its transport."""
         return dict(zip(ranks, cluster.group(ranks), strict=True))
 
-    def groups_of(rank: int) -> Groups:
-        place = rank % size  # in its instance
-
-        def own(places: Iterable[int]) -> Transport:
-            """This rank's transport of the group of the ranks at these places of its instance."""
-            return transports_of(tuple(rank - place + member for member in places))[rank]
-
-        whole = own(range(size))
-        same_place = tuple(range(place, n, size))  # one rank of every instance
-        others = transports_of(same_place)[rank] if instances > 1 else None
+    groups = []
+    for rank in range(n):
+        index = rank % size  # in its instance
+        first = rank - index  # of its instance
+        data_parallel = transports_of(tuple(range(first, first + size)))[rank]
+        across_instances, level = None, None
+        if instances > 1:  # the ranks at the same index of every instance
+            across_instances = transports_of(tuple(range(index, n, size)))[rank]
         if choice.level == INSTANCE:
-            assert others is not None, "the choice needs several instances"
-            return Groups(whole, level=LevelGroups(whole, others, INSTANCE))
-        level = None
-        if choice.nodes:
-            level = LevelGroups(own(choice.inside(place)), own(choice.across(place)))
-        return Groups(whole, others, level)
-
-    return [groups_of(rank) for rank in range(n)]
+            assert across_instances is not None, "the choice needs several instances"
+            level, across_instances = LevelGroups(data_parallel, across_instances, INSTANCE), None
+        elif choice.nodes:
+            inside = tuple(first + member for member in choice.inside(index))
+            across = tuple(first + member for member in choice.across(index))
+            level = LevelGroups(transports_of(inside)[rank], transports_of(across)[rank])
+        groups.append(Groups(data_parallel, across_instances, level))
+    return groups
 
 
 def choose_level(
@@ -112,14 +111,14 @@ def choose_level(
     instances: int = 1,
     shapes: Mapping[BucketShape, int] | None = None,
 ) -> LevelChoice:
-    """The level of one data-parallel group.
+    """Chooses the level of one data-parallel group; see the module's docstring.
 
     Args:
         config: resolved; `compression`, `scheme` and `planner.cluster` are read.
         nodes: for each rank of the group the node that it is on.
         instances: of Megatron's distributed optimizer.
-        shapes: of the model's buckets on all ranks -> how many there are of each, for `auto` with
-            `planner.cluster`; None prices an all-reduce of `PRICED_NUMEL` elements.
+        shapes: shape of a bucket of the model -> how many buckets have it, for `auto` with
+            `planner.cluster`; None stands for one all-reduce of `PRICED_NUMEL` elements.
 
     Raises:
         ConfigError: the cluster file cannot be read, or lacks a rate.
@@ -129,41 +128,41 @@ def choose_level(
         >>> choose_level(node, (0, 0, 1, 1)).level, choose_level(node, (0, 0, 1)).level
         ('node', 'rank')
     """
-    asked = config.compression.level
-    if asked == RANK:
+    configured = config.compression.level
+    if configured == RANK:
         return LevelChoice(RANK, "compression.level=rank")
     name = config.scheme.name
     is_dense = name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
     if is_dense or not config.compression.enabled:
         return LevelChoice(RANK, "nothing is ever pruned: the backend's own collective")
-    if asked == INSTANCE:
+    if configured == INSTANCE:
         if instances == 1:
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
-    by_nodes = _by_nodes(nodes, asked)
-    is_only_choice = by_nodes.level == RANK and instances == 1
-    if asked == NODE or is_only_choice:
-        return by_nodes
-    # From here on `auto`, with several levels to choose from.
+    node_or_rank = _node_or_rank(nodes, configured)
+    if configured == NODE or (node_or_rank.level == RANK and instances == 1):
+        return node_or_rank
+    # From here on `auto`: `node`, `instance` or both are possible.
     if config.planner.cluster is not None:
-        sizes = [len(members) for members in by_nodes.nodes or members_of(nodes)]
+        sizes = [len(members) for members in members_of(nodes)]
         cheapest = _cheapest(config, find(config.planner.cluster), sizes, shapes, instances)
-        members = by_nodes.nodes if cheapest.level == NODE else ()
+        members = node_or_rank.nodes if cheapest.level == NODE else ()
         return LevelChoice(cheapest.level, cheapest.reason, members)
     if instances > 1:
-        # Their links are the slow ones, or there would be one instance.
+        # Users set up several instances where the links between these are slow.
         return LevelChoice(INSTANCE, f"{instances} instances of the distributed optimizer")
-    return by_nodes
+    return node_or_rank
 
 
-def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
-    """The level `node` if the ranks' places on the nodes allow it, else `rank`.
+def _node_or_rank(nodes: Sequence[int], configured: str) -> LevelChoice:
+    """The level `node` if the ranks' distribution over nodes allows it, else `rank`.
 
-    One node alone is enough if `node` is asked for, and not for `auto`.
+    A single node allows it only if `node` is configured: buckets are then sent dense. `auto` takes
+    `rank` there, which compresses.
     """
     members = tuple(map(tuple, members_of(nodes)))
     sizes = sorted({len(ranks) for ranks in members})
-    if len(members) == 1 and asked == AUTO:
+    if len(members) == 1 and configured == AUTO:
         return LevelChoice(RANK, "all ranks are on one node")
     if sizes == [1]:
         return LevelChoice(RANK, "each node has one rank")
@@ -185,19 +184,19 @@ def _cheapest(
     shapes: Mapping[BucketShape, int] | None,
     instances: int,
 ) -> LevelComparison:
-    """The level that is fastest by the target density and the links of a cluster file."""
-    priced_sizes = node_sizes[:PRICED_NODES]
+    """The level of the least modelled time, at the target density, on a cluster file's links."""
+    priced_sizes = node_sizes[:PRICED_NODES]  # pricing more nodes takes long
     value_bits, ranks = config.compression.given_value_bits, sum(priced_sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shape = BucketShape(PRICED_NUMEL, 0, FP32_BYTES, op, ranks, value_bits=value_bits)
         shapes = {shape: 1}  # one such bucket
-    # As if the group had only the ranks that are priced.
+    # Buckets of a smaller group: only the ranks on the priced nodes.
     counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme
-    is_priced = name != AUTO_SCHEME and all(
+    has_price = name != AUTO_SCHEME and all(
         fits(name, shape.op, options, value_bits) for shape in counts
     )
-    names = (DENSE, name) if is_priced else PRICED_SCHEMES
+    names = (DENSE, name) if has_price else PRICED_SCHEMES
     pricing = LevelPricing(cluster, options, names, priced_sizes, instances)
     return pricing.best(counts, config.compression.given_density)

@@ -1,11 +1,12 @@
 """The part of a bucket that a rank selects from, at each level above `rank` (`level`).
 
-    bucket, 2 nodes of 2 ranks     |  0  |  1  |  2  |  3  |    shards of a reduce-scatter
-    part of place 0, all-reduce    |###########|           |    the first half
-    part of place 0, shards        |#####|     |#####|     |    shards 0 and 2, back to back
+    bucket, 2 nodes of 2 ranks         |  0  |  1  |  2  |  3  |    shards of a reduce-scatter
+    part 0 (of the first rank of each node):
+        of an all-reduce               |###########|           |    the first half
+        of a reduce-scatter            |#####|     |#####|     |    shards 0 and 2, back to back
 
-A part is a `Bucket`. Its parameters are slices that name the element of the parameter at which they
-begin, so a residual's elements keep their names whatever the nodes.
+A part is a `Bucket`. Its parameters are slices, each with the element of the parameter at which it
+begins (`offset`): so an element of a residual is identified in the same way on any nodes.
 """
 
 from __future__ import annotations
@@ -19,47 +20,44 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reducti
 from megatron_sparse.errors import ConfigError
 
 
-def node_cuts(bucket: Bucket, members: int, place: int) -> list[slice]:
+def node_cuts(bucket: Bucket, node_size: int, local_rank: int) -> list[slice]:
     """The elements of a bucket that make up the part of a rank, at level `node`.
 
     Args:
-        bucket: the whole.
-        members: ranks of a node.
-        place: the rank's place in its node.
+        bucket: the whole bucket.
+        node_size: ranks of a node.
+        local_rank: the rank's number within its node, from 0.
     """
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
-        return [bucket.shard(first + place) for first in range(0, bucket.world_size, members)]
-    piece = bucket.numel // members
-    stop = bucket.numel if place == members - 1 else (place + 1) * piece
-    return [slice(place * piece, stop)]
+        firsts = range(0, bucket.world_size, node_size)  # the first rank of each node
+        return [bucket.shard(first + local_rank) for first in firsts]
+    piece = bucket.numel // node_size
+    stop = bucket.numel if local_rank == node_size - 1 else (local_rank + 1) * piece
+    return [slice(local_rank * piece, stop)]
 
 
-def node_part(bucket: Bucket, members: int, place: int) -> Bucket:
-    """The part of a rank at level `node`. Arguments as of `node_cuts`.
+def node_part(bucket: Bucket, node_size: int, local_rank: int) -> Bucket:
+    """Makes the part of a rank at level `node`. For the arguments see `node_cuts`.
 
-    The gradient of an all-reduce's part is a view of the bucket's. The shards of a reduce-scatter's
-    part are not adjacent: there it is a placeholder of the right size.
+    An all-reduce's part has a view of the bucket's gradient. A reduce-scatter's part is not
+    contiguous in the bucket: it has a tensor of the right size, which `NodeLevel.inside` replaces.
     """
-    cuts = node_cuts(bucket, members, place)
+    cuts = node_cuts(bucket, node_size, local_rank)
     numel = sum(cut.stop - cut.start for cut in cuts)
     return Bucket(
         bucket.name,
         bucket.grad_N[cuts[0]] if len(cuts) == 1 else bucket.grad_N[:numel],
         slices_of(bucket, cuts),
         bucket.op,
-        bucket.world_size // members,
-        Reduction.SUM,
+        bucket.world_size // node_size,  # ranks of a lane: one of each node
+        Reduction.SUM,  # gradients are averaged before the node's sum
         fp32_sums=bucket.fp32_sums,
-        lanes=members,
+        lanes=node_size,
     )
 
 
 def instance_part(bucket: Bucket, rank: int) -> Bucket:
-    """The part of a rank at level `instance`: its shard, a view of the bucket's gradient.
-
-    Args:
-        bucket: the whole.
-        rank: in the instance.
+    """Makes the part of a rank of the instance: its shard, a view of the bucket's gradient.
 
     Raises:
         ConfigError: the bucket has no shards.
@@ -73,33 +71,35 @@ def instance_part(bucket: Bucket, rank: int) -> Bucket:
         )
     own = bucket.shard(rank)
     slices, op = slices_of(bucket, [own]), CollectiveOp.ALL_REDUCE
-    lanes = bucket.world_size
+    lanes = bucket.world_size  # every rank of the instance exchanges a part at the same time
     return Bucket(bucket.name, bucket.grad_N[own], slices, op, bucket.instances, lanes=lanes)
 
 
 def in_whole_bucket(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torch.Tensor:
-    """Values of a part's parameters where they lie in the whole bucket: fp32 [N], else zero.
+    """Scatters the values of a part into a zero tensor of the whole bucket: fp32 [N].
 
     Args:
-        values_M: of the part.
-        part: see `level.Level.part`; at level `rank` the bucket itself.
+        values_M: one value for each element of the part, such as its residual.
+        part: of the bucket `whole` (`level.Level.part`); at level `rank` the bucket itself.
         whole: the bucket.
     """
-    # Where element 0 of each parameter lies in the bucket.
-    first_elements = {piece.name: piece.start - piece.offset for piece in whole.parameters}
+    # Parameter -> the element of the bucket that is the parameter's element 0.
+    origins = {piece.name: piece.start - piece.offset for piece in whole.parameters}
     values_N = torch.zeros(whole.numel, dtype=torch.float32, device=values_M.device)
     for piece in part.parameters:
-        start = first_elements[piece.name] + piece.offset
+        start = origins[piece.name] + piece.offset
         values_N[start : start + piece.numel] = values_M[piece.start : piece.stop]
     return values_N
 
 
 def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
-    """The parameters of a bucket in a part of it.
+    """Cuts the parameters of a bucket to those elements that are in a part of it.
+
+    `start` and `stop` of the slices returned count from the start of the part.
 
     Args:
-        bucket: the whole.
-        cuts: the elements that make up the part, back to back.
+        bucket: the whole bucket.
+        cuts: the elements of the bucket that make up the part, back to back.
 
     Example:
         >>> import torch
@@ -109,9 +109,9 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
         [(1, 2, 0), (2, 4, 3)]
     """
     found: list[ParameterSlice] = []
-    place = 0  # of the cut's first element, in the part
+    cut_start = 0  # the element of the part at which the cut begins
     for cut in cuts:
-        shift = place - cut.start  # from places in the bucket to those in the part
+        shift = cut_start - cut.start  # added to an element of the bucket: its number in the part
         for parameter in bucket.parameters:
             start, stop = max(parameter.start, cut.start), min(parameter.stop, cut.stop)
             if start < stop:
@@ -119,5 +119,5 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
                 found.append(
                     replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
                 )
-        place += cut.stop - cut.start
+        cut_start += cut.stop - cut.start
     return found

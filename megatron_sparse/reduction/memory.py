@@ -1,6 +1,6 @@
-"""What the plugin's memory on a rank is for, item by item, and how much a process holds.
+"""What the plugin uses memory of a rank for, by item, and how many bytes a process uses now.
 
-`doctor.memory` computes it before a run.
+`doctor.memory` predicts the same items before a run.
 
 Not counted: Megatron's own memory, the communicators' of NCCL and gloo, the caches of torch's
 allocator, tables of offsets, and a few words for each bucket and step.
@@ -17,11 +17,11 @@ from megatron_sparse.reduction.reducer import GradientReducer
 
 
 class Item(NamedTuple):
-    """An item of the account.
+    """One use of memory.
 
     Attributes:
-        purpose: why the plugin holds it.
-        without: how to do with less of it.
+        purpose: what the memory contains.
+        without: how to need less of it.
     """
 
     purpose: str
@@ -57,7 +57,7 @@ ITEMS = {
         "parameters.method=raw",
     ),
 }
-"""Every item that an account or a report may have, in the order in which they are shown."""
+"""Every use of memory that is reported, in the order in which they are shown."""
 
 _ITEM_OF = {
     "residual": "residual",
@@ -84,14 +84,15 @@ def item_of(purpose: str) -> str:
 def held(
     residuals: ResidualStore, reducers: Iterable[GradientReducer], parameters: int = 0
 ) -> dict[str, int]:
-    """Bytes that a process holds now, by item of `ITEMS`; `residual`, `undo`, `messages` always.
+    """Bytes that the plugin uses in this process now: item of `ITEMS` -> bytes.
 
-    Without memory that torch's allocator lends for one call.
+    `residual`, `undo` and `messages` are always included, other items only if they are in use.
+    Temporary tensors within one call are not counted.
 
     Args:
-        residuals: of all groups.
-        reducers: of all groups.
-        parameters: bytes of the shards that exact and lossy gathers keep.
+        residuals: of all groups of ranks.
+        reducers: of all groups of ranks.
+        parameters: bytes of the shards that exact and lossy gathers of parameters keep.
     """
     found: Counter[str] = Counter(undo=residuals.undo_nbytes, messages=0)
     found["residual"] = residuals.nbytes - residuals.undo_nbytes

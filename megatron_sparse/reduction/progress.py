@@ -3,19 +3,18 @@
 The backend matches operations by their order, but jobs become ready in any order. One rule holds: a
 job (`job`) passes its gate only when all jobs launched before it have yielded `POSTED` or
 `UNORDERED`. So while one bucket is on the wire, the next one is selected and the previous one is
-decoded. On CUDA the two streams of `job` carry this over to the
-device.
+decoded. On CUDA the two streams of `job` do the same on the device.
 
 - `ProgressThread` is one thread for each process, which runs beside the backward pass.
 - `InOrderProgress` drives each job in the thread that launches it, for GPUs with one hardware
   queue. With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order in which they were launched,
   on all streams together. Megatron relies on it with tensor and context parallelism: each rank
-  launches that group's collectives and the data-parallel ones in one order. A thread of ours would
+  launches those groups' collectives and the data-parallel ones in one order. A thread would
   launch a bucket's NCCL kernels at a moment that differs between ranks. Two ranks could then each
   wait in one kernel for a peer whose own kernel is behind another one in its queue: a deadlock. So
-  a bucket's device work is launched where the backward pass launches the bucket, before `submit`
-  returns. In capacity mode the host waits for nothing on the way. Where sizes are exchanged it
-  waits for them, in the middle of the backward pass.
+  all device work of a bucket is launched before `submit` returns, in the middle of the backward
+  pass. In capacity mode (`scheme.capacity`) `submit` does not block. In other modes ranks exchange
+  the sizes of messages, and `submit` blocks until the CPU has them.
 - `Progress` itself drives nothing: on virtual ranks the caller does, by `Pending.run_alone`.
 """
 
@@ -72,12 +71,7 @@ class Progress:
 
 
 def progress_on(device: torch.device, timeout_s: float) -> Progress:
-    """The driver of a process's jobs: a thread, or on CUDA with one hardware queue none.
-
-    Args:
-        device: of the gradients.
-        timeout_s: seconds that one operation may take.
-    """
+    """Makes a process's driver: `InOrderProgress` for a GPU with one queue, else a thread."""
     if device.type == "cuda" and os.environ.get(QUEUES) == "1":
         return InOrderProgress(device, timeout_s)
     return ProgressThread(device, timeout_s)
@@ -88,40 +82,42 @@ class ProgressThread(Progress):
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         super().__init__(device, timeout_s)
-        # Submitted; then taken over by the thread, in the same order.
-        self._incoming: deque[Pending] = deque()
-        self._running: list[Pending] = []
+        self._incoming: deque[Pending] = deque()  # submitted; the thread moves them to `_running`
+        self._running: list[Pending] = []  # in the order of their launch
         self._wake = threading.Condition()
-        # Whether there was a wake-up since the thread last looked: then it does not sleep.
+        # Whether `_wake_up` was called since the thread last looked: then it does not sleep.
         self._is_awake = False
-        # Once `close` was called: when jobs that are still under way end with an error.
+        # Set by `close`: the time at which jobs that still run end with an error.
         self._closes_s: float | None = None
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
         self._thread.start()
 
     def submit[T](self, pending: Pending[T]) -> Pending[T]:
-        """Queues a job behind all those submitted before; see `Progress`. Returns at once."""
+        """Queues a job behind all earlier ones and returns at once; see `Progress`.
+
+        After a failure, or after `close`, the job ends at once with an error.
+        """
         pending.launch(self._streams, self._timeout_s)
         with self._wake:
             if self._broken is not None or self._closes_s is not None:
-                pending.end(refusal(pending, self._broken))
+                pending.end(refused_error(pending, self._broken))
             else:
                 self._incoming.append(pending)
                 self._wake_up()
         return pending
 
     def close(self) -> None:
-        """Ends the thread. Jobs that are still under way get `CLOSING_S`, then end with an error.
+        """Ends the thread. Jobs that still run have `CLOSING_S` to end, then they end by an error.
 
-        No caller waits for them any more, and their peers may never take part: for example if this
-        rank leaves a step because of an error. The other ranks are notified.
+        Their peers may never take part, for example if an error ends this rank's step: so this does
+        not wait for the timeout. The other ranks are told of the error (`announce`).
         """
         with self._wake:
             self._closes_s = time.perf_counter() + CLOSING_S
             self._wake_up()
         self._thread.join(CLOSING_S + CLOSING_SLACK_S)
-        if self._thread.is_alive() and self._broken is None:
-            self._broken = unfinished()
+        if self._thread.is_alive() and self._broken is None:  # a step of a job blocks the thread
+            self._broken = unfinished_error()
 
     @torch.no_grad()
     def _main(self) -> None:
@@ -140,15 +136,15 @@ class ProgressThread(Progress):
             if self._advance_one():
                 continue
             if closes_s is not None and time.perf_counter() > closes_s:
-                oldest = self._running[0]  # there is one, or this would have returned
-                self._fail(oldest, unfinished())
+                oldest = self._running[0]  # without a running job this thread has returned above
+                self._fail(oldest, unfinished_error())
                 continue
             with self._wake:
                 if not self._is_awake:
                     self._wake.wait(POLL_S if self._running else None)
 
     def _wake_up(self) -> None:
-        """Called by any thread when a job may have become able to move."""
+        """Lets the thread look for a job that can move; any thread may call it."""
         with self._wake:
             self._is_awake = True
             self._wake.notify()
@@ -163,7 +159,7 @@ class ProgressThread(Progress):
         for pending in self._running:
             try:
                 can_move = pending.can_move(gate_is_open=gate_is_open)
-            except BaseException as error:  # of a device that has failed
+            except BaseException as error:  # a query of a device that has failed
                 self._fail(pending, error)
                 return True
             if can_move:
@@ -177,7 +173,7 @@ class ProgressThread(Progress):
         try:
             if not pending.step(self._wake_up):
                 self._running.remove(pending)
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised in the thread that calls `Pending.wait`
             self._fail(pending, error)
 
     def _fail(self, failed: Pending, error: BaseException) -> None:
@@ -189,7 +185,7 @@ class ProgressThread(Progress):
             self._running.clear()
             self._incoming.clear()
         for pending in ended:
-            pending.end(error if pending is failed else refusal(pending, error))
+            pending.end(error if pending is failed else refused_error(pending, error))
 
 
 class InOrderProgress(Progress):
@@ -199,13 +195,13 @@ class InOrderProgress(Progress):
     """
 
     _closed = False
-    _last: Pending | None = None
+    _last: Pending | None = None  # the job submitted last
 
     def submit[T](self, pending: Pending[T]) -> Pending[T]:
-        """Launches all of the job's device work; see `Progress`. Errors are raised by the waits."""
+        """Drives the job until it is queued; see `Progress`. Its errors are raised by `wait`."""
         pending.launch(self._streams, self._timeout_s)
         if self._broken is not None or self._closed:
-            pending.end(refusal(pending, self._broken))
+            pending.end(refused_error(pending, self._broken))
             return pending
         self._last = pending
         pending.drive_rest = lambda: self._drive(pending, to_the_end=True)
@@ -213,16 +209,16 @@ class InOrderProgress(Progress):
         return pending
 
     def close(self) -> None:
-        """See `Progress`. Work that the device has not ended gets `CLOSING_S`."""
+        """See `Progress`. Waits at most `CLOSING_S` for work that is still on the device."""
         self._closed = True
-        last = self._last
+        last = self._last  # the network stream runs jobs in order, so this one ends last
         if self._broken is not None or last is None or last.done() or last.finish_event is None:
             return
         ends_s = time.perf_counter() + CLOSING_S
         try:
             while not last.finish_event.query():
                 if time.perf_counter() > ends_s:
-                    raise unfinished()
+                    raise unfinished_error()
                 time.sleep(POLL_S)
         except Exception as error:  # peers that never come, or a device that has failed
             announce(last, error)
@@ -230,21 +226,22 @@ class InOrderProgress(Progress):
 
     @torch.no_grad()
     def _drive(self, pending: Pending, *, to_the_end: bool) -> None:
-        """Steps a job until it is queued, or `to_the_end`; an error ends it and breaks the driver.
+        """Steps a job until it is queued, or `to_the_end`; blocks while it waits for an operation.
 
-        `moved` is set as soon as the job may be able to move.
+        An error ends the job, and all later jobs are refused.
         """
-        moved = threading.Event()
+        may_move = threading.Event()
         try:
             if self._broken is not None or self._closed:
-                raise refusal(pending, self._broken)
+                raise refused_error(pending, self._broken)
             while to_the_end or not pending.queued():
+                # The gate is open: all earlier jobs were driven until they had posted everything.
                 while not pending.can_move(gate_is_open=True):
-                    moved.wait(POLL_S)
-                    moved.clear()
-                if not pending.step(moved.set):
+                    may_move.wait(POLL_S)
+                    may_move.clear()
+                if not pending.step(may_move.set):
                     return
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised in the thread that calls `Pending.wait`
             if self._broken is None:
                 announce(pending, error)
                 self._broken = error
@@ -254,15 +251,15 @@ class InOrderProgress(Progress):
 def announce(failed: Pending, error: BaseException) -> None:
     """Adds the bucket's name to an error, and tells the other ranks that this one has failed.
 
-    They need not wait for their timeout then.
+    So the other ranks fail at once, and do not wait for their timeout.
     """
     if isinstance(error, CommunicationError | WireFormatError):
         error.args = (f"bucket {failed.name}: {error}",)
     announce_failure(error)
 
 
-def unfinished() -> CommunicationError:
-    """The error of jobs that `close` did not wait for any longer."""
+def unfinished_error() -> CommunicationError:
+    """The error of a job that has not ended within `CLOSING_S` after `close`."""
     return CommunicationError(
         "the reducer was closed while a bucket was under way",
         expected="a sum before the end of the training loop",
@@ -271,8 +268,8 @@ def unfinished() -> CommunicationError:
     )
 
 
-def refusal(pending: Pending, broken: BaseException | None) -> MegatronSparseError:
-    """The error of a job that comes after a failure, or after the end."""
+def refused_error(pending: Pending, broken: BaseException | None) -> MegatronSparseError:
+    """The error of a job after an earlier job's error (`broken`), or after `close` (None)."""
     return CommunicationError(
         f"bucket {pending.name} was not synchronised",
         expected="a working process group",

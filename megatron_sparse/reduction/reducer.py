@@ -1,16 +1,19 @@
 """The pipeline that synchronises the gradients of one bucket.
 
-    prepare     divide the gradient by the number of ranks, if the average is wanted and the
-                backend does not divide
+    average     divide the gradient by the number of ranks, if ranks average and the backend
+                does not divide
     inside      at a level above `rank`: add up inside the node or instance (`level`)
     select      sparse plan: gradient + residual -> message to send and new residual
-                dense plan: gradient + residual, whole
+                dense plan: gradient + residual, all elements
                 -- the gate: before it a bucket works locally, after it it may use the network;
                    buckets pass it in the order of their launch, which is the same on all ranks --
                 On CUDA the gate leads from one stream to another (`job`).
-    agree       agree with the other ranks on the rank to skip, if any, and on coming plans
+    agree       decide which rank to skip, if any; exchange measurements for later plans
     exchange    run the plan's collective, which overwrites the gradient with the sum
     finish      complete the bucket's telemetry record
+
+The residual (error feedback) of a bucket is what earlier steps did not send. "Host" in a name is
+the framework that runs the plugin, Megatron, which has a collective of its own for each bucket.
 
 The planner's `Plan` for a bucket and step names the scheme (a collective algorithm), which is dense
 or sparse, and the density.
@@ -21,18 +24,17 @@ the network has answered. After `Pending.wait` the bucket holds the sum over all
 selected values (for a reduce-scatter: this rank's shard of the sum), and the residual holds the
 values that were not selected.
 
-Features that only some runs use are chosen once, when the reducer is made; the pipeline calls them:
+Optional features, made once with the reducer:
 
-- `StragglerPolicy` decides which rank to skip. It may replace a plan's scheme by a variant that can
-  skip one. With `straggler.mode=off` it does nothing.
+- `StragglerPolicy` decides which rank to skip, that is, not to wait for. It may replace a plan's
+  scheme by a variant that can skip one. With `straggler.mode=off` it does nothing.
 - `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
-  their gradients before the selection, behind the gate; what follows happens to this rank's part
-  of that sum.
+  their gradients first, behind the gate; selection and exchange get this rank's part of that sum.
 - `sum_over_instances`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, then this sums the shards of all instances, dense.
-- `GradientDumpWriter` keeps gradients and selections, with `tracking.record_gradients_iters`.
+- `GradientDumpWriter` writes gradients and selections to disk (`tracking.record_gradients_iters`).
 
-Shape suffixes: N elements of the bucket, R threshold ranges.
+Shape suffix: N elements of the bucket.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
-from megatron_sparse.reduction.level import LevelGroups, alone, level_of, sum_over_instances
+from megatron_sparse.reduction.level import LevelGroups, dense_plan, level_of, sum_over_instances
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -85,7 +87,7 @@ class BucketJob:
         bucket: what is selected from and exchanged: the whole bucket, or this rank's part of it.
         plan: of `bucket`.
         step: the training step.
-        record: of `bucket`.
+        record: telemetry of `bucket`.
         whole: the launched bucket; the same as `bucket` at level `rank`.
     """
 
@@ -97,15 +99,16 @@ class BucketJob:
 
     @property
     def backend_divides(self) -> bool:
-        """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
+        """Whether the backend's collective averages, so that this reducer must not divide.
 
-        The shards that other ranks own then keep their values in the gradient buffer. Follows from
-        the plan and the bucket alone, so all ranks agree.
+        True for a dense reduce-scatter in the gradient's dtype: so, as with Megatron alone, the
+        gradient buffer keeps undivided values in the shards of other ranks. Depends only on plan
+        and bucket, so all ranks agree.
         """
         bucket, plan = self.bucket, self.plan
         is_dense_scatter = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
-        adds_in_own_dtype = not bucket.fp32_sums and not plan.narrows(bucket)
-        return bucket.reduction is Reduction.AVG and is_dense_scatter and adds_in_own_dtype
+        adds_in_gradient_dtype = not bucket.fp32_sums and not plan.narrows(bucket)
+        return bucket.reduction is Reduction.AVG and is_dense_scatter and adds_in_gradient_dtype
 
     @property
     def divisor(self) -> int:
@@ -120,25 +123,25 @@ class BucketJob:
 
 
 class MessageTurns:
-    """Buffers that hold a bucket's own message on CUDA: a reducer's buckets take them in turn.
+    """On CUDA: shares `TURNS` (two) sets of message buffers among the buckets of a reducer.
 
     A message is selected on one stream and exchanged on another (`job`). While one bucket is
     exchanged, the next one is selected; the bucket after that begins when the first one's work on
     the device has ended, and takes over its buffers. So the memory for messages does not grow with
     the number of buckets. On a CPU each bucket has buffers of its own, because several exchanges
-    are on their way at the same time.
-
-    Args:
-        buffers: of the reducer.
+    run at the same time.
     """
 
     def __init__(self, buffers: MessageBuffers) -> None:
         self._buffers = buffers
-        self._users: list[Pending | None] = [None] * TURNS
+        self._users: list[Pending | None] = [None] * TURNS  # the last job that used each set
         self._launches = 0
 
     def take(self, bucket: Bucket, pending: Pending) -> None:
-        """Gives a bucket its turn; call it right before its job is submitted."""
+        """Assigns a set of buffers to a bucket, whose job then waits for the set's last user.
+
+        Call it right before the job is submitted.
+        """
         if bucket.grad_N.device.type == "cuda":
             turn = self._launches % TURNS
             self._launches += 1
@@ -152,13 +155,13 @@ class GradientReducer:
 
     Args:
         config: `compression`, `scheme` and `straggler` are read.
-        groups: the ranks.
+        groups: the ranks, as groups for the optional features.
         planner: chooses the scheme of each bucket.
         residuals: error feedback; shared by all reducers of a model. The progress thread mutates
             it between `start` and `wait`.
         sink: receives each bucket's telemetry record, in `Pending.confirm`.
         progress: drives the pipelines; shared by all reducers of the process.
-        dump: keeps gradients and selections; None for none.
+        dump: writes gradients and selections to disk; None writes none.
 
     Raises:
         ConfigError: the configuration needs a group that is missing, or names a rank outside of the
@@ -189,27 +192,27 @@ class GradientReducer:
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self._instances = groups.instances
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
-        # Nothing but a sum is wanted: then the host's own collective may do it (`left_to_host`).
-        self._only_sums = (
+        # No optional feature is on: Megatron's own collective could do the sum (`left_to_host`).
+        self._is_plain_sum = (
             groups.level is None
             and groups.instances is None
             and dump is None
             and config.straggler.mode == "off"
         )
+        # Buckets whose residuals are sent, since compression is off -> the step in which they were.
         self._sent_while_off: dict[str, int] = {}
-        """Buckets that were sent whole since compression is off, and the first such step."""
 
     def part(self, bucket: Bucket) -> Bucket:
-        """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
+        """What this rank selects from and has a residual of: at level `rank` the bucket itself.
 
-        Always the same object for a bucket. See `reduction.level` for the others.
+        At other levels the same part for the same bucket; see `Level.part`.
         """
         return self._level.part(bucket)
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[Pending], None] | None = None
     ) -> Pending[None]:
-        """Launches the synchronisation of `bucket`, whose gradients must be final.
+        """Launches the synchronisation of `bucket`, whose gradients must be complete.
 
         The gradient buffer must not be touched until `Pending.wait` returns. Buckets must
         be started in the same order on every rank of the group.
@@ -219,36 +222,36 @@ class GradientReducer:
             step: the training step, for the density schedule and the keys of random draws.
             on_done: called when the pipeline has ended; see `Pending`.
         """
-        # At a step's first launch: takes over the waiting times that the ranks have agreed on.
+        # At a step's first launch: reads how long each rank waited for stragglers two steps ago.
         self._stragglers.begin_step(step)
         job = self.job(bucket, step)
         record = job.record
         pending = Pending(
             bucket.name, self.synchronise(job), record.timer, record, self._sink, on_done
         )
-        # On CUDA buckets share a few message buffers: the job waits for the last user of its own.
+        # On CUDA buckets share message buffers: the job waits for the last user of its buffers.
         self._turns.take(bucket, pending)
         self.progress.submit(pending)
-        # A step's first launch also starts a job that exchanges waiting times with other ranks.
+        # At a step's first launch: starts a job that gathers the waiting times of the step before.
         self._stragglers.launched(self.progress)
         return pending
 
     def left_to_host(self, bucket: Bucket, step: int) -> bool:
-        """Whether the host's own collective does all that `start` would do; on every rank alike.
+        """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
-        It does where compression is off, but for the first step, which may be repeated: in it the
-        residual is sent, and ranks agree about the bucket.
+        So it is while compression is off, after a first step through this reducer, which sends the
+        residual and checks that ranks agree. That step may be repeated, then through this reducer.
         """
         is_off = not self._config.compression.enabled
-        was_sent_before = self._sent_while_off.get(bucket.name, step) < step
-        return is_off and self._only_sums and was_sent_before
+        residual_is_sent = self._sent_while_off.get(bucket.name, step) < step
+        return is_off and self._is_plain_sum and residual_is_sent
 
     def residuals_came_back(self) -> None:
-        """Residuals were loaded, or a skipped step's were restored: buckets send them first."""
+        """To be called when residuals were loaded or restored: `left_to_host` is false again."""
         self._sent_while_off.clear()
 
     def record_of_host(self, bucket: Bucket, step: int) -> BucketRecord:
-        """The record of a bucket that Megatron sums itself: it launches its collective now."""
+        """Makes the record of a bucket of `left_to_host`, as Megatron launches its collective."""
         record = self.job(bucket, step).record  # the job itself does not run
         record.nnz = bucket.numel
         record.message_bytes = bucket.grad_N.nbytes
@@ -256,14 +259,14 @@ class GradientReducer:
         return record
 
     def job(self, bucket: Bucket, step: int) -> BucketJob:
-        """Plans the synchronisation of `bucket`, which `synchronise` runs."""
+        """Makes the job of a bucket for `synchronise`: its plan and its telemetry record."""
         part = self.part(bucket)
         # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
         plan = self._stragglers.adapt(part, self._plan_for(part, step))
         record = BucketRecord(
             bucket=bucket.name,
             step=step,
-            scheme=self._stragglers.scheme_of(plan, None),
+            scheme=self._stragglers.scheme_of(plan, None),  # until `_agree` knows the rank to skip
             phase=plan.phase,
             density=plan.density,
             numel=part.numel,
@@ -275,40 +278,41 @@ class GradientReducer:
         return BucketJob(part, plan, step, record, bucket)
 
     def _plan_for(self, part: Bucket, step: int) -> Plan:
+        """The planner's plan; dense if the level is `node` and all ranks are on one node."""
         plan = self.planner.plan_for(part, step)
-        return alone(plan) if self._level.is_alone else plan
+        return dense_plan(plan) if self._level.has_one_node else plan
 
     def synchronise(self, job: BucketJob) -> Stage[None]:
-        """The pipeline; see the module's docstring. Run by the progress thread."""
+        """The pipeline as a generator, run by the progress thread; see the module's docstring."""
         self._average(job)
         yield from self._level.inside(job.whole, job.record)
         self._dump_gradient(job)
         selected = self._select(job)
         yield GATE
-        # Allocated on the stream before the gate, used on the one behind it.
+        # On CUDA: allocated on the codec stream, and from here on used on the network stream.
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)
         sent_bytes = yield from self._exchange(job, selected, exchange)
         self._finish(job, selected, sent_bytes)
 
     def _average(self, job: BucketJob) -> None:
-        """Averages before selection: residuals are contributions to the averaged gradient.
+        """Divides the gradient by the number of ranks; timed as a part of stage `prune`.
 
-        The time counts to the timer's stage `prune`.
+        This comes before the selection, because residuals belong to the averaged gradient.
         """
         if job.divisor > 1 and not job.backend_divides:
             with job.timer.stage("prune"):
                 job.whole.grad_N.div_(job.divisor)
 
     def _dump_gradient(self, job: BucketJob) -> None:
-        """The gradient is final, and nothing has been selected from it yet. Dumps it divided."""
+        """Writes the averaged gradient, before anything is selected from it, if a dump is on."""
         if self._dump is not None:
             grad_N = job.bucket.grad_N
             divided_N = grad_N / job.divisor if job.backend_divides else grad_N
             self._dump.on_gradient(replace(job.bucket, grad_N=divided_N), job.step)
 
     def _select(self, job: BucketJob) -> Message | torch.Tensor:
-        """Gradient and residual become a message, or for a dense plan the whole values [N]."""
+        """Makes the message from gradient and residual; a dense plan: their sum [N], no message."""
         bucket, plan = job.bucket, job.plan
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             return self._take_whole(job)
@@ -319,23 +323,22 @@ class GradientReducer:
         return message
 
     def _take_whole(self, job: BucketJob) -> torch.Tensor:
-        """A dense plan's values [N]: the gradient with the residual added."""
+        """Gradient + residual [N], for a dense plan: all elements are sent."""
         bucket, plan = job.bucket, job.plan
-        # The backend will divide the sum. But the residual is a part of the averaged gradient: so
-        # divide the gradient, add the residual, and multiply both again. Without a residual nothing
-        # is needed.
-        undoes_division = job.backend_divides and bucket.name in self.selector.residuals
-        if undoes_division:
+        # The residual belongs to the averaged gradient. If the backend is going to divide the sum:
+        # divide the gradient, add the residual, and multiply the result by the divisor again.
+        has_residual = bucket.name in self.selector.residuals
+        scales_back = job.backend_divides and has_residual
+        if scales_back:
             with job.timer.stage("prune"):
                 bucket.grad_N.div_(job.divisor)
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
-        return values_N.mul_(job.divisor) if undoes_division else values_N
+        return values_N.mul_(job.divisor) if scales_back else values_N
 
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
         """Decides which rank to skip, if any; lets the planner exchange its measurements.
 
-        Returns the arguments of the collective. Writes the skipped rank and the scheme into the
-        record.
+        Returns the arguments of the collective. The record gets the skipped rank and the scheme.
         """
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = self._stragglers.decide(bucket, plan)
@@ -350,9 +353,9 @@ class GradientReducer:
             averages=job.backend_divides,
             is_agreed=bucket.name in self._sent_while_off,
         )
-        # `HostState.enabled` does not count here: it may change in every step.
+        # `HostState.enabled` is not read: it may change in every step.
         if self._config.compression.enabled:
-            self._sent_while_off.clear()  # when it is off again, ranks agree about every bucket
+            self._sent_while_off.clear()  # once it is off again, residuals must be sent again
         else:
             self._sent_while_off.setdefault(bucket.name, job.step)
         # A dense plan has no message: nothing was selected.
@@ -365,9 +368,9 @@ class GradientReducer:
     ) -> Stage[int]:
         """Runs the collective; returns the bytes that this rank has sent.
 
-        A plan may name a scheme that can skip a rank, in a step in which no rank is skipped. Then a
-        dense plan runs plain `dense`, the scheme recorded by `_agree`. A sparse scheme handles the
-        case itself, because its message is already made.
+        The plan's scheme may be the variant that can skip a rank although this step skips none. A
+        dense plan then runs plain `dense`, the scheme recorded by `_agree`. A sparse plan runs the
+        variant, whose message is already made.
         """
         if isinstance(selected, Message):
             steps = SCHEMES[job.plan.scheme].run(exchange, selected)
@@ -380,10 +383,10 @@ class GradientReducer:
         return steps
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
-        """Completes the record.
+        """Completes the record with sizes.
 
-        With `scheme.capacity` the selection does not wait for the count of selected elements (nnz);
-        the collective reads it.
+        Only now, because with `scheme.capacity` the collective reads nnz, the number of selected
+        elements, from the device.
         """
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes
@@ -393,7 +396,7 @@ class GradientReducer:
         """The bucket's row of `plan.json`."""
         part = self.part(bucket)
         row = self.planner.report(part, step)
-        if self._level.is_alone:
+        if self._level.has_one_node:  # the planner does not know that `_plan_for` makes it dense
             plan = self._plan_for(part, step)
             row |= {"chosen": plan.scheme, "reason": plan.reason, "density": plan.density}
         return row

@@ -2,6 +2,8 @@
 
 Input and output are torch.sparse COO tensors. Nothing is pruned: the sparsity comes from the rows
 that no batch touched. A progress thread does the work; `wait` returns the result.
+
+Shape suffixes: R rows of the parameter, D columns, K rows that are not zero.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 
 class PendingRows(Pending[torch.Tensor]):
-    """A row-sparse gradient under way."""
+    """The running synchronisation of a row-sparse gradient."""
 
     record: BucketRecord
 
     def wait(self) -> torch.Tensor:
-        """Blocks until the result is there; see `Pending.wait`.
+        """Blocks until the job has ended; see `Pending.wait`.
 
         Returns:
             A coalesced sparse COO tensor [R, D], bit-identical on all ranks.
         """
         reduced = super().wait()
-        # Made on the driver's stream; its memory must not go back there too early.
+        # Allocated on the driver's stream: not to be reused there while this stream reads it.
         used_here([reduced.indices(), reduced.values()])
         return reduced
 
@@ -50,17 +52,12 @@ class RowSparseReducer:
     Args:
         transport: the group.
         sink: receives each gradient's record from the thread that waits for it.
-        progress: drives the phases; may be shared with other reducers.
-        checksum: records are sealed; the same on every rank.
+        progress: drives the jobs; may be shared with other reducers.
+        checksum: records carry checksums; the same on every rank.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        sink: RecordSink,
-        progress: Progress,
-        *,
-        checksum: bool = False,
+        self, transport: Transport, sink: RecordSink, progress: Progress, *, checksum: bool = False
     ) -> None:
         self.transport = transport
         self.buffers = MessageBuffers()
@@ -84,23 +81,24 @@ class RowSparseReducer:
         Args:
             name: of the parameter, the same on every rank.
             gradient: sparse COO [R, D] with one sparse and one dense dimension, fp32, bf16 or
-                fp16; coalesced or not. Only read.
+                fp16; coalesced or not. It is not changed.
             reduction: sum or average.
             step: the same on every rank.
             on_done: see `Pending`.
 
         Raises:
-            ExtensionError: the gradient is of another kind.
+            ExtensionError: the gradient has another layout, dtype or device.
             DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
         """
         check_coo(gradient)
+        # The gradient as a dense bucket, without memory: for the record's sizes.
         whole = stand_in(name, gradient.shape, gradient.dtype, self.transport.world_size)
         record = BucketRecord(
             bucket=name,
             step=step,
             scheme=NAME,
             phase=Phase.TARGET,
-            density=1.0,
+            density=1.0,  # nothing is pruned
             numel=whole.numel,
             dense_bytes=round(dense_wire_bytes(whole, gradient.element_size())),
             timer=StageTimer(gradient.device),
@@ -114,11 +112,11 @@ class RowSparseReducer:
     def _run(
         self, record: BucketRecord, gradient: torch.Tensor, reduction: Reduction
     ) -> Stage[torch.Tensor]:
-        """The job: encodes the rows, all-reduces them, fills the record; returns the sum."""
+        """The job: encodes the rows, all-reduces them, fills the record; returns the result."""
         with record.timer.stage("encode"):
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
-        yield GATE
+        yield GATE  # on CUDA from here on the network stream uses the rows
         used_here([rows.indices_K, rows.rows_KD])
         result = yield from row_sparse(
             record.bucket,
@@ -144,22 +142,22 @@ def row_sparse_all_reduce(
 ) -> torch.Tensor:
     """Sums or averages a row-sparse gradient over the ranks of a group.
 
-    Collective; blocks. Every call makes a process group and a thread, and finds out which ranks
-    share a host; keep a `RowSparseReducer` where that takes too long, or to work meanwhile.
+    Collective; blocks. Every call makes a transport (with a process group) and a thread. Use a
+    `RowSparseReducer` to make them only once, or to compute during the all-reduce.
 
     Args:
         gradient: see `RowSparseReducer.start`.
-        group: gloo; null takes the default group.
+        group: gloo or NCCL, to fit the gradient's device; None takes the default group.
         op: `sum` or `avg`.
         name: for errors, the same on every rank.
-        timeout_s: null takes the default of `scheme.timeout_s`.
+        timeout_s: seconds for one operation; None takes the default of `scheme.timeout_s`.
 
     Returns:
         A coalesced sparse COO tensor, bit-identical on all ranks.
 
     Raises:
-        ConfigError: `op` is unknown.
-        ExtensionError: the gradient is of another kind.
+        ConfigError: `op` is unknown, or torch.distributed is not initialised.
+        ExtensionError: the gradient has another layout, dtype or device.
         DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
         CommunicationError: ranks disagree about shape, dtype or `op`, or one does not take part.
         WireFormatError: a peer's message is damaged.

@@ -1,8 +1,9 @@
-"""Counts the ranks that are ready for a bucket, in a store and off the training's path.
+"""Measures how long each rank waits until all ranks are ready for a bucket, by c10d's store.
 
-Each rank reports its arrival once for each bucket and step: it adds 1 to a counter in the c10d
-store at which the ranks met. The rank that completes the count has waited for nobody; it adds 1 to
-a second counter, of the bucket's visits that all ranks have made, which the others read.
+Each rank reports its arrival once for each bucket and step (a visit): it adds 1 to the visit's
+counter in the c10d store of the default process group. The rank that brings it to the number of
+ranks is the last one. It adds 1 to a second counter, of the bucket's complete visits, which the
+other ranks poll.
 
 Each rank measures on its own clock how long it waited, from its own arrival to the last one; clocks
 of different ranks are never compared. Cost for each rank, bucket and step:
@@ -11,7 +12,8 @@ of different ranks are never compared. Cost for each rank, bucket and step:
 - while a rank is missing, a read at intervals of 1/`PATIENCE` of the time waited so far, so a
   measured wait is too long by at most that fraction.
 
-One thread for each group does all of this, on its own connection.
+One thread for each group does all of this, on a separate connection to the store, so that the
+training does not wait.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class _Arrival:
     Attributes:
         bucket: its name.
         visit: how many times this rank has arrived at the bucket, this time included.
-        event: on CUDA, when the device has computed the gradients.
+        event: on CUDA, recorded after the work that computes the gradients.
         counted_s: when the arrival was counted, on this rank's clock; 0 before.
-        waited: the seconds from then to the last rank's arrival.
+        waited: the seconds from then to the last rank's arrival; set by the thread.
     """
 
     bucket: str
@@ -54,24 +56,24 @@ class _Arrival:
 
     @property
     def key(self) -> str:
-        """Of the counter of the ranks that have arrived."""
+        """The store's key of the visit's counter of ranks."""
         return f"{self.bucket}/{self.visit}"
 
     @property
     def complete_key(self) -> str:
-        """Of the counter of the bucket's visits at which all ranks have arrived."""
+        """The store's key of the bucket's counter of complete visits."""
         return f"{self.bucket}/complete"
 
 
 class StoreArrivalCounter:
-    """Counts in a store. Making one is not collective: the ranks find each other by `prefix`.
+    """Counts in a store. Making one is not collective: the ranks share `prefix`.
 
     Args:
         store: a connection for this counter alone.
-        prefix: of its keys; the same on all ranks of the group, and unique to the group.
+        prefix: of the keys; the same on all ranks of the group, and unique to the group.
         world_size: ranks of the group.
         device: of the gradients.
-        operation: name -> the operation that fails when the store is gone.
+        operation: name -> an `Operation`, which makes the error if the store is gone.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class StoreArrivalCounter:
         self._world_size = world_size
         self._device = device
         self._operation = operation
-        self._incoming: list[_Arrival] = []
-        self._open: list[_Arrival] = []  # taken over by the thread; a rank is missing
+        self._incoming: list[_Arrival] = []  # reported, and not yet seen by the thread
+        self._open: list[_Arrival] = []  # visits to which a rank has not come yet; the thread's
         self._visits: Counter[str] = Counter()
         self._wake = threading.Condition()
         self._closing = False
@@ -101,7 +103,7 @@ class StoreArrivalCounter:
         atexit.register(self.close)
 
     def arrive(self, bucket: str) -> Future[float]:
-        """See `Arrive`. On CUDA the rank is ready when the current stream gets this far."""
+        """See `Arrive`. On CUDA the rank arrives when the current stream's queued work is done."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -114,7 +116,7 @@ class StoreArrivalCounter:
         return arrival.waited
 
     def close(self) -> None:
-        """Stops counting. Waits at most for the thread's current call to the store."""
+        """Ends the thread. Waits for its current call to the store, at most `JOIN_S`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -122,7 +124,7 @@ class StoreArrivalCounter:
         atexit.unregister(self.close)
 
     def _main(self) -> None:
-        """The thread: counts new arrivals, and looks for the last rank of all open ones."""
+        """The thread: counts new arrivals, and polls whether open visits are complete."""
         while True:
             with self._wake:
                 if self._closing:
@@ -136,7 +138,7 @@ class StoreArrivalCounter:
             self._open = [arrival for arrival in self._open if not arrival.waited.done()]
 
     def _interval_s(self) -> float | None:
-        """Seconds until the next check; None when no arrival is open."""
+        """Seconds until the next poll of open visits; None, for ever, if there are none."""
         if not self._open:
             return None
         now_s = time.perf_counter()
@@ -144,7 +146,10 @@ class StoreArrivalCounter:
         return min(max(min(waits) / PATIENCE, SHORTEST_POLL_S), LONGEST_POLL_S)
 
     def _serve(self, arrival: _Arrival) -> None:
-        """Counts a new arrival, and looks for its last rank; a lost store becomes its error."""
+        """Counts an arrival, if it is new; sets its wait, if all ranks have arrived.
+
+        If the store is gone, the wait ends with an error.
+        """
         try:
             if not arrival.counted_s:
                 self._count(arrival)
@@ -153,25 +158,23 @@ class StoreArrivalCounter:
                 arrival.waited.set_result(now_s - arrival.counted_s)
         except RuntimeError as error:  # the store is gone
             operation = self._operation(f"the arrival of all ranks at bucket {arrival.bucket}")
-            if not arrival.waited.done():  # else only a key was to be deleted
+            if not arrival.waited.done():  # done: only `delete_key` has failed, which does no harm
                 arrival.waited.set_exception(operation.error(error))
 
     def _count(self, arrival: _Arrival) -> None:
-        """Adds this rank to the arrival's counter.
-
-        The last rank has waited for nobody; it tells the others, and deletes the counter.
-        """
-        if arrival.event is not None:  # until the device has computed the gradients
+        """Adds 1 to the visit's counter; if this rank is the last, marks the visit as complete."""
+        if arrival.event is not None:
             arrival.event.synchronize()
         count = self._store.add(arrival.key, 1)
         arrival.counted_s = time.perf_counter()
         if count == self._world_size:
-            # In order: this rank's later arrivals, which later visits need, are counted after it.
+            # Visits complete in order: a later one needs this rank, which counts its arrival later.
             self._store.add(arrival.complete_key, 1)
             arrival.waited.set_result(0.0)
             self._store.delete_key(arrival.key)
 
     def _completed(self, arrival: _Arrival) -> bool:
-        """Whether all ranks have arrived at this visit. Adding 0 would write to a file store."""
-        key = arrival.complete_key  # `get` would wait for a key that is missing
+        """Whether all ranks have arrived at this visit."""
+        # `get` alone would block while the key is missing; `add` of 0 would write to a file store.
+        key = arrival.complete_key
         return self._store.check([key]) and int(self._store.get(key)) >= arrival.visit

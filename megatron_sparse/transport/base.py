@@ -1,8 +1,9 @@
-"""The interface that collectives are written against.
+"""The interface between collectives and networks: `Transport`, which moves tensors between ranks.
 
-Every operation is asynchronous and returns a `Work`. All ranks of a group post the same operations
-in the same order. A collective yields each `Work` whose result it needs before it can go on; its
-caller decides how to wait.
+To post an operation is to hand it to the backend (gloo, NCCL or virtual ranks). Every operation is
+asynchronous and returns a `Work`. All ranks of a group post the same operations in the same order.
+A collective is a generator: it yields each `Work` whose result it needs before it can go on, and
+its caller decides how to wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
 class Marker(Enum):
-    """A collective yields one, besides its works, to say which operations it may still post."""
+    """Yielded by a collective, besides its works, to say which operations it may still post."""
 
     POSTED = "posted"
     """It posts nothing more."""
@@ -26,8 +27,8 @@ class Marker(Enum):
     """It posts only pairwise messages with a tag of their own. They may be posted in any order
     relative to other collectives' messages. Not with NCCL, which has no tags."""
     QUEUED = "queued"
-    """On CUDA: the result is complete on the current stream. From here on it only reads reports,
-    and raises the errors in them; each further yield is a copy of reports."""
+    """On CUDA: all work for the result is on the current stream. From here on it only checks what
+    kernels have reported, and raises errors; each further yield is a copy of reports to the CPU."""
 
 
 type PeerTensors = Sequence[tuple[int, torch.Tensor]]
@@ -60,28 +61,28 @@ class Work(Protocol):
 def to_everyone(
     transport: Any, gathered: torch.Tensor, own_M: torch.Tensor
 ) -> tuple[PeerTensors, PeerTensors]:
-    """`Transport.all_gather` in one round: its messages from every rank directly to every other.
+    """Makes an all-gather out of pairwise messages: every rank sends directly to every other.
 
     Args:
-        transport: all ranks, or some; their number and this one's are read.
-        gathered: see `Transport.all_gather`; gets this rank's part.
-        own_M: see there.
+        transport: the ranks; `rank` and `world_size` are read.
+        gathered: the output of the all-gather (world_size * M). Gets this rank's piece here.
+        own_M: what this rank contributes.
 
     Returns:
-        What this rank sends, and where it receives.
+        The sends and the receives, for `Transport.exchange`.
     """
-    places = gathered.tensor_split(transport.world_size)
-    places[transport.rank].copy_(own_M)
+    pieces = gathered.tensor_split(transport.world_size)  # one for each rank
+    pieces[transport.rank].copy_(own_M)
     peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    return [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers]
+    return [(peer, own_M) for peer in peers], [(peer, pieces[peer]) for peer in peers]
 
 
 type Arrive = Callable[[str], Future[float]]
-"""Reports that this rank is ready for the bucket of this name. Does not block. The n-th calls of
-all ranks of a group for a bucket belong together.
+"""Reports that this rank arrives at, that is, is ready for, the bucket of this name. Does not
+block. The n-th calls of all ranks of a group for a bucket belong together.
 
-Returns the seconds from this rank's arrival to the last one's; 0 for the last. Arrivals that are
-pending when the transport is closed are never answered.
+Returns the seconds from this rank's arrival to the last rank's; 0 for the last rank. When the
+transport is closed, futures that are still pending are never done.
 """
 
 
@@ -92,7 +93,7 @@ class Transport(Protocol):
         rank: this rank in the group.
         world_size: ranks in the group.
         device: where tensors must live.
-        nodes: for each rank the node it is on; equal numbers share a host.
+        nodes: for each rank the number of its node: equal numbers, one node.
         communicator: NCCL's, for collectives that are one C++ call (`collectives.nccl_sum`); None
             without `scheme.nccl_engine`.
     """
@@ -104,9 +105,9 @@ class Transport(Protocol):
     communicator: NcclCommunicator | None
 
     def open_arrival_counter(self) -> Arrive:
-        """Begins to count the ranks that are ready. Collective; ends with the transport.
+        """Returns a function by which this rank reports its arrivals at buckets (see `Arrive`).
 
-        The host waits for one small broadcast.
+        Collective; blocks for one small broadcast. The function works until the transport's end.
         """
         ...
 
@@ -120,7 +121,7 @@ class Transport(Protocol):
         """Sums `values_N` (N = M * world_size) and leaves this rank's shard in `shard_M`.
 
         With `average` the backend itself divides the sum by the number of ranks. `shard_M` may be a
-        view of `values_N`; the rest of `values_N` stays as it is.
+        view of `values_N`; other elements of `values_N` are not changed.
         """
         ...
 
@@ -129,33 +130,29 @@ class Transport(Protocol):
         ...
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
-        """Sends to and receives from single peers, all at once; other ranks need not take part.
+        """Posts pairwise sends and receives as one operation; other ranks need not take part.
 
         Messages between two ranks with the same tag match in the order in which they were posted.
-        Empty tensors are skipped on both sides. Until the work is finished, do not change the sent
-        tensors and do not read the received ones.
+        Empty tensors are skipped by sender and receiver. Until the work is finished, do not change
+        the sent tensors and do not read the received ones.
 
         Args:
             sends: never to this rank itself.
             receives: each tensor exactly as long as the one that the peer sends.
-            tag: 0 to 2^31 - 1; keeps different collectives apart where the backend has tags.
+            tag: 0 to 2^31 - 1; only messages of the same tag match, if the backend has tags.
         """
         ...
 
 
 class SubsetTransport:
-    """Some of a transport's ranks, with what sparse collectives use: `exchange` and `all_gather`.
+    """The transport of a subset of a group's ranks; has only `exchange` and `all_gather`.
 
-    For a collective inside a part of a group, for example across the nodes of a hierarchy: the
-    other ranks need not take part. It makes no process group: all its operations are pairwise
-    exchanges on the whole group's transport.
+    For a sparse collective of some ranks, for example across nodes: the other ranks need not take
+    part. It makes no process group: all its operations are pairwise exchanges on the whole group's
+    transport. Attributes are as in `Transport`, for the subset, and
 
     Attributes:
-        rank: this rank's place in the subset.
-        world_size: ranks in the subset.
-        device: where tensors must live.
-        nodes: for each rank of the subset the node it is on.
-        ranks: each one's number in the whole group.
+        ranks: for each rank of the subset its number in the whole group.
         communicator: None; the whole group's communicator cannot serve a part of it.
 
     Args:
@@ -179,7 +176,7 @@ class SubsetTransport:
         return self.exchange(*to_everyone(self, gathered, own_M), self._tag)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
-        """See `Transport`; peers are places in the subset."""
+        """See `Transport`; peers are ranks of the subset, and are translated to the group's."""
         return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],
             [(self.ranks[peer], values) for peer, values in receives],

@@ -1,4 +1,4 @@
-"""The plugin's own process groups, pooled.
+"""A pool of the plugin's own torch process groups, and the names of new ones.
 
 Only the members call `new_group(use_local_synchronization=True)`: a plugin cannot make the other
 ranks call it. torch names such a group after its ranks and the number of groups that the calling
@@ -6,7 +6,8 @@ process is in. That number may differ between members (it does between the stage
 and members with different names wait for one another until the timeout. So this module names the
 group itself: after its ranks, and the number of groups that the plugin has already made of these
 ranks. `attach` and `detach` are collective, so borrowing is too, and the members agree on the name.
-It also leaves torch's number alone: all ranks that later make a group together must have the same.
+Torch's number is restored: all ranks that later make another group must have the same number.
+
 A destroyed group would leave its addresses in the store, so groups are kept for the life of the
 process and lent again.
 """
@@ -32,15 +33,15 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Lends a group of these global ranks to the caller alone: a free one, or a new one.
+    """Lends a group of these global ranks to one user: from the pool, else a new one.
 
-    Collective over `ranks`. Give it back by `return_group`.
+    Collective over `ranks`. `return_group` gives it back to the pool.
 
     Raises:
-        CommunicationError: not all of them have come within `timeout_s`.
+        CommunicationError: not all ranks have called this within `timeout_s`.
     """
-    # A group ends with the default group that existed when it was made. A weak reference tells that
-    # default group from the next one, which may have the same address.
+    # `destroy_process_group` ends all groups, and a program may initialise torch.distributed again:
+    # so forget groups whose default group is gone. (A weak reference, as its id may be reused.)
     for old in [key for key in _free if key[0]() is None]:
         del _free[old]
     key = (weakref.ref(dist.group.WORLD), tuple(ranks), backend, timeout_s)
@@ -49,7 +50,7 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     else:
         store = distributed_c10d._get_default_store()
         with _named(ranks) as name:
-            store.set(f"{name}/{dist.get_rank()}", "here")
+            store.set(f"{name}/{dist.get_rank()}", "here")  # read by `_not_made` on other ranks
             try:
                 made = dist.new_group(
                     ranks,
@@ -58,7 +59,7 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
                     use_local_synchronization=True,
                     group_desc="megatron_sparse",
                 )
-            except RuntimeError as error:  # torch names a key of its store, and no rank
+            except RuntimeError as error:  # torch's text does not say which ranks are missing
                 raise _not_made(store, name, ranks, timeout_s, error) from error
         assert isinstance(made, dist.ProcessGroup), "only members ask for a group"
         group = made
@@ -73,9 +74,9 @@ def _not_made(
     timeout_s: float,
     cause: RuntimeError,
 ) -> CommunicationError:
-    """The error of a group that was not made; it names the ranks that have not come."""
+    """The error of a group that could not be made; names the ranks that did not take part."""
     absent: list[int] = []
-    with suppress(RuntimeError):  # rank 0, which has the store, may have ended
+    with suppress(RuntimeError):  # the store cannot be reached if rank 0, its server, has ended
         absent = [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
     return CommunicationError(
         "the ranks' own process group was not made",
@@ -88,10 +89,10 @@ def _not_made(
 
 @contextmanager
 def _named(ranks: list[int]) -> Iterator[str]:
-    """Gives `new_group` inside the `with` a name on which all members agree, and yields it.
+    """Inside the `with`, `new_group` uses a name on which all members agree; yields that name.
 
-    It has no parameter for one: torch's function that makes names is replaced meanwhile, and
-    torch's count of groups is put back at the end.
+    `new_group` has no parameter for a name: so this replaces torch's function that makes names. At
+    the end it restores the function, and torch's number of groups (see the module's docstring).
     """
     _made[tuple(ranks)] += 1
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
@@ -107,7 +108,7 @@ def _named(ranks: list[int]) -> Iterator[str]:
 
 
 def return_group(group: dist.ProcessGroup, *, broken: bool = False) -> None:
-    """Ends the loan. A broken group, in which an operation failed, is not lent again."""
+    """Gives a group back to the pool; drops it if `broken`: an operation in it has failed."""
     key = _lent.pop(group)
     if not broken:
         _free[key].append(group)

@@ -1,4 +1,4 @@
-"""Liveness of peers: which ranks of a group are gone, so that an operation need not time out.
+"""Liveness of peers: which ranks of a group are gone, so that operations fail before their timeout.
 
 gloo and NCCL wait out their timeout for a rank that is stopped, and often for one that has died. So
 every group also has a side channel: each member holds one TCP connection to the group's first rank,
@@ -57,7 +57,7 @@ class PeerLiveness:
     def trouble(self) -> str | None:
         """Which rank of the group is gone and why, in words; None while all are alive.
 
-        The first answer stays. Never blocks; cheap enough to poll.
+        Once it has found a rank, it always returns the same text. Does not block.
         """
         if self._found is None and (self._links.lost or self._links.silent_s):
             self._found = self._find()
@@ -66,6 +66,7 @@ class PeerLiveness:
     def _find(self) -> str | None:
         """The first lost or long silent rank of the group, in words; None if there is none."""
         for rank, loss in self._links.lost.items():
+            # After the grace: messages that the rank has sent may still arrive.
             if rank in self._number and time.monotonic() - loss.noticed_s >= GRACE_S:
                 return f"{self._name(rank)} {loss.why}"
         for rank, silent_s in self._links.silent_s.items():
@@ -74,18 +75,18 @@ class PeerLiveness:
         return None
 
     def await_trouble(self) -> str | None:
-        """Waits until `trouble` finds a rank, at most `NAMING_S`; returns its words, or None."""
+        """Waits until `trouble` finds a rank, at most `NAMING_S`; returns its text, or None."""
         deadline_s = time.monotonic() + NAMING_S
         while (found := self.trouble()) is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
 
     def close(self, *, broken: bool = False) -> None:
-        """Leaves the side channel; the process's last group to leave ends its thread.
+        """Ends this group's use of the side channel; the process's last group closes it.
 
         Args:
-            broken: an operation has failed: the last group leaves without a goodbye, so that the
-                other ranks count this one as gone.
+            broken: an operation has failed: the channel is then closed without a goodbye, so that
+                the other ranks count this one as gone.
         """
         global _links, _users
         with _lock:
@@ -93,7 +94,8 @@ class PeerLiveness:
                 return
             _users -= 1
             if _users == 0:
-                # While an exception ends this rank, no goodbye either: peers may wait for it.
+                # Nor is there a goodbye if an exception is ending this process (`close` in a
+                # `finally`): peers may wait for this rank, and should learn that it is gone.
                 error = sys.exception()
                 ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
                 self._links.close(goodbye=ends_well and not broken)
@@ -107,10 +109,10 @@ class PeerLiveness:
 def open_liveness(
     ranks: Sequence[int], rank: int, timeout_s: float, broadcast: Callable[[bytes], bytes]
 ) -> PeerLiveness:
-    """Joins the side channel of a group. Collective over the group; blocks until connected.
+    """Connects this process to a group's side channel. Collective over the group; blocks.
 
     Args:
-        ranks: global rank of each member; the others connect to the first one.
+        ranks: global rank of each member; all others connect to the first one.
         rank: the global rank of this process.
         timeout_s: of the group's operations.
         broadcast: returns the first member's argument, at most 1000 bytes, on every member.
@@ -120,10 +122,11 @@ def open_liveness(
     """
     global _links, _users
     with _lock:
-        if _links is None:  # this process is in no other group
+        if _links is None:  # no other group of this process has a side channel
             _links = PeerLinks(rank)
         links = _links
-    invitation = links.invite() if rank == ranks[0] else {}  # the first one's is sent to all
+    # The first member's addresses, port and token; every other member passes in nothing.
+    invitation = links.invite() if rank == ranks[0] else {}
     invitation = json.loads(broadcast(json.dumps(invitation).encode()))
     if rank != ranks[0]:
         try:
@@ -144,7 +147,7 @@ def open_liveness(
 
 def announce_failure(error: BaseException) -> None:
     """Tells the peers in all groups of this process that it fails. Does not block; never raises."""
-    links = _links
+    links = _links  # a local name: another thread may set the global one to None
     if links is not None:
         text = str(error)
         why = text.splitlines()[0] if text else repr(error)
@@ -152,7 +155,7 @@ def announce_failure(error: BaseException) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child (a data loader) must not keep its parent's connections open."""
+    """Closes a forked child's (a data loader's) copies of its parent's connections."""
     global _links, _users
     if _links is not None:
         _links.abandon()

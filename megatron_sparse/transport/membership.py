@@ -1,11 +1,11 @@
-"""Which ranks of a group are on one node; all of them agree.
+"""Finds out which ranks of a group are on one node.
 
-The first of these that a rank's environment has says which node the rank is on:
+The node of a rank is the value of the first of these environment variables that is set:
 
-    MEGATRON_SPARSE_NODE    a number, given by `cluster.nodes` where one machine stands for several
-    GROUP_RANK              of torchrun and other launchers of torch's elastic agent
-    SLURM_NODEID            of srun
-    the host's name         else
+    MEGATRON_SPARSE_NODE    set by the plugin where one machine simulates several (`cluster.nodes`)
+    GROUP_RANK              set by torchrun and other launchers of torch's elastic agent
+    SLURM_NODEID            set by srun
+    the host's name         if none is set
 
 Every rank of a group sends its answer to every other, so all compute the same nodes, and all
 raise the same error if the answers contradict one another.
@@ -28,13 +28,13 @@ _UNKNOWN = 0
 
 
 class NodeAnswer(NamedTuple):
-    """A rank's answer to the question of its node; numbers below 2^63, for an all-gather.
+    """What one rank knows of its node; numbers below 2^63, for an all-gather of int64.
 
     Attributes:
         node: a number; equal for ranks of one node.
-        host: a number that stands for the host's name.
-        source: index of the variable that said it.
-        local_ranks: ranks on the node by the launcher; 0 if it does not say.
+        host: a hash of the host's name.
+        source: index in `_SOURCES` of the variable that `node` comes from.
+        local_ranks: how many ranks the launcher has started on the node; 0 if unknown.
     """
 
     node: int
@@ -44,7 +44,7 @@ class NodeAnswer(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str], host: str) -> NodeAnswer:
-        """This rank's answer.
+        """Reads this rank's answer from its environment variables and its host's name.
 
         Raises:
             ConfigError: a variable is not a number.
@@ -58,9 +58,9 @@ class NodeAnswer(NamedTuple):
         host_number = int.from_bytes(digest)
         for source, variable in enumerate(_SOURCES[:-1]):
             if variable in environment:
-                # A launcher's count of ranks is about its own nodes.
-                of_launcher = variable == "GROUP_RANK"
-                local = _number(environment, _LOCAL_RANKS) if of_launcher else _UNKNOWN
+                # torchrun sets LOCAL_WORLD_SIZE too, for the nodes that GROUP_RANK numbers.
+                is_torchrun = variable == "GROUP_RANK"
+                local = _number(environment, _LOCAL_RANKS) if is_torchrun else _UNKNOWN
                 return cls(_number(environment, variable), host_number, source, local)
         return cls(host_number, host_number, len(_SOURCES) - 1)
 
@@ -79,13 +79,13 @@ def _number(environment: Mapping[str, str], variable: str) -> int:
 
 
 def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """For each rank of a group the node that it is on: the first rank there.
+    """The node of each rank of a group, named by the lowest rank on that node.
 
     Args:
         rows: each rank's `NodeAnswer`, as numbers.
 
     Raises:
-        ConfigError: the answers contradict one another. The same on every rank.
+        ConfigError: the answers contradict one another; raised by every rank.
 
     Example:
         >>> agreed_nodes([[7, 1, 0, 0], [9, 1, 0, 0], [7, 1, 0, 0]])
@@ -113,7 +113,7 @@ def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
                 remedy="number ranks node by node (srun --distribution=block), give each "
                 f"machine's launcher a node rank of its own, or set {NODE_VARIABLE}",
             )
-        # Only where the launcher has said how many ranks it has started.
+        # Two launchers with the same node rank: their ranks add up to more than either started.
         if _UNKNOWN < answer.local_ranks < counts[answer.node]:
             raise ConfigError(
                 f"node {answer.node} has more ranks than its launcher has started",
@@ -128,13 +128,13 @@ def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def node_of_cluster(
     environment: Mapping[str, str], nodes: int, ranks_per_node: int
 ) -> dict[str, str]:
-    """The variable that says this rank's node where one machine stands for several.
+    """MEGATRON_SPARSE_NODE for this rank, where one machine simulates several: name -> value.
 
-    Empty if the configuration has one node, if the variable is set already, or if the launcher's
-    nodes are those of the configuration.
+    Empty if nothing is simulated: the configuration has one node, or the launcher has started no
+    more ranks here than a configured node has. Empty, too, if the variable is already set.
 
     Args:
-        environment: with RANK.
+        environment: variables of this process; RANK and LOCAL_WORLD_SIZE are read.
         nodes: `cluster.nodes`.
         ranks_per_node: `cluster.ranks_per_node`.
 

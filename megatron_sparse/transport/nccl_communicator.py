@@ -1,10 +1,11 @@
 """An NCCL communicator for calls from C++, and the thread that monitors it.
 
-torch's watchdog does not know this communicator, so the monitor does the watchdog's work: every
-call has a deadline; the monitor asks NCCL for errors and the side channel for ranks that are gone,
-and aborts the communicator when waiting is pointless. Kernels that wait for a peer then end, with
-undefined results: call `check` before you read results. Every later call raises. The process stays
-alive.
+A call is one C++ function that queues NCCL operations and kernels on the current stream (posting),
+for one bucket. torch's watchdog does not know this communicator, so the monitor does its work:
+every call has a deadline; the monitor asks NCCL for errors and the side channel (`liveness`) for
+ranks that are gone. If the oldest call cannot end any more, it aborts the communicator. Kernels
+that wait for a peer then end, with undefined results: call `check` before you read results. Every
+later call raises. The process stays alive.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ POSTING_S = 1.0
 
 
 class _Call:
-    """A posted call, for one bucket."""
+    """A call that is being posted or has been, and has not ended yet."""
 
     def __init__(self, deadline: Operation) -> None:
         self.deadline = deadline
-        self.queued: torch.cuda.Event | None = None
+        self.queued: torch.cuda.Event | None = None  # recorded behind the call; None before
 
     def is_done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Whether the device has done all work of the call."""
         return self.queued is not None and self.queued.query()
 
 
@@ -77,14 +78,14 @@ class NcclCommunicator:
         self._library = library
         self._device = device
         self._deadline = deadline
-        # In hexadecimal digits, because `broadcast` takes text, and pads it with spaces.
+        # In hexadecimal digits: `broadcast` pads with spaces, which bytes could end in, too.
         own_digits = library.unique_id().hex().encode() if rank == 0 else b""
         unique_id = bytes.fromhex(broadcast(own_digits).decode().strip())
         self._communicator = self._make(unique_id, timeout_s)
         self.words = torch.tensor([rank, world_size, self._communicator, *library.addresses])
         self._pending: deque[_Call] = deque()
         self._error: CommunicationError | None = None
-        self._change = threading.Condition()
+        self._change = threading.Condition()  # guards the two above and `_closing`
         # Held while a call is posted: an abort waits for it. Reentrant, because a thread whose own
         # posting fails aborts while it holds the lock.
         self._posting = threading.RLock()
@@ -97,7 +98,7 @@ class NcclCommunicator:
         """Makes the communicator in a thread: NCCL waits for other ranks without a time limit."""
 
         def make() -> int:
-            torch.cuda.set_device(self._device)  # a thread begins with the first one
+            torch.cuda.set_device(self._device)  # a new thread's current device is device 0
             return self._library.make(unique_id, self.rank, self.world_size)
 
         waiters = Waiters()
@@ -116,14 +117,13 @@ class NcclCommunicator:
 
     @contextmanager
     def call(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Wraps the posting of a call: its deadline starts here, and holds until the current
-        stream has passed it.
+        """A context to post a call in. The monitor checks its deadline until the device is done.
 
         Args:
             name: of the call, for errors.
 
         Returns:
-            A function to call with NCCL's result; it raises unless that is ncclSuccess.
+            For the `with`: a function that takes NCCL's result code, and raises if it is an error.
 
         Raises:
             CommunicationError: NCCL failed, now or before, or a rank is gone; the error names that
@@ -144,21 +144,18 @@ class NcclCommunicator:
             raise
         event = torch.cuda.Event()
         event.record()
-        # Not before it is recorded: CUDA reports an event that is not as passed.
+        # Set after `record`: an event that is not recorded yet counts as passed in `query`.
         started.queued = event
 
     def sparse_sum(self, name: str, summed: SumCall) -> torch.Tensor:
-        """Queues the sum of a bucket's messages; see `nccl_ops.nccl_sparse_sum`.
+        """Queues exchange and sum of a bucket's messages (`nccl_sparse_sum`); raises as `call`.
 
         Args:
             name: of the call, for errors.
             summed: the messages and the buffers of the sum. Mutated.
 
         Returns:
-            The report. Call `check` first, then pass the report to `SumCall.check`.
-
-        Raises:
-            CommunicationError: see `call`.
+            The kernels' report, on the device. Before `SumCall.check` reads it, call `check`.
         """
         with self.call(name) as require:
             report, result = self._post(self.words, summed)
@@ -168,11 +165,7 @@ class NcclCommunicator:
     _post = staticmethod(nccl_sparse_sum)
 
     def check(self) -> None:
-        """Raises if the communicator has failed: its results are then undefined. Does not wait.
-
-        Raises:
-            CommunicationError: it has failed.
-        """
+        """Raises CommunicationError if the communicator has failed. Does not wait."""
         if self._error is not None:
             raise self._error
 
@@ -180,7 +173,7 @@ class NcclCommunicator:
         """Ends the monitor and the communicator.
 
         Args:
-            broken: an operation of the group has failed: abort, do not wait for pending calls.
+            broken: an operation of the group has failed: do not wait for pending calls.
         """
         with self._change:
             if self._closing:
@@ -188,7 +181,7 @@ class NcclCommunicator:
             self._closing = True
             self._change.notify()
         self._monitor.join()
-        if self._error is not None:
+        if self._error is not None:  # `_fail` has aborted the communicator
             return
         if broken:
             self._library.abort(self._communicator)
@@ -196,13 +189,14 @@ class NcclCommunicator:
             self._library.destroy(self._communicator)
 
     def _require(self, started: _Call, result: int) -> None:
+        """Fails the communicator, and raises, unless NCCL's result code is ncclSuccess."""
         if result != SUCCESS:
             self._fail(started, self._library.words(result))
             self.check()
 
     def _run_monitor(self) -> None:
-        """The thread: checks pending calls every `POLL_S`; ends with the communicator."""
-        torch.cuda.set_device(self._device)  # a thread begins with the first one
+        """The thread: checks pending calls every `POLL_S`, until `close` or a failure."""
+        torch.cuda.set_device(self._device)  # a new thread's current device is device 0
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._pending or self._closing)
@@ -214,7 +208,7 @@ class NcclCommunicator:
                 self._change.wait_for(lambda: self._closing, POLL_S)
 
     def _check_pending(self) -> bool:
-        """Drops finished calls, and fails the communicator if waiting for the oldest is pointless.
+        """Drops finished calls, and fails the communicator if the oldest call cannot end any more.
 
         Returns whether the communicator has failed.
         """
@@ -222,8 +216,10 @@ class NcclCommunicator:
             try:
                 while self._pending and self._pending[0].is_done():
                     self._pending.popleft()
-                if self._error is not None or not self._pending:
-                    return self._error is not None
+                if self._error is not None:
+                    return True
+                if not self._pending:
+                    return False
                 trouble = self._library.trouble(self._communicator)
             except (RuntimeError, CommunicationError) as error:  # CUDA's or NCCL's own query failed
                 trouble = str(error)
@@ -233,28 +229,30 @@ class NcclCommunicator:
         return self._error is not None
 
     def _fail(self, failed: _Call, trouble: str | None) -> None:
-        """Aborts, once. Sets the error first: aborting lets waiting streams go on.
+        """Sets the error and aborts the communicator, only once.
 
-        Aborting frees the communicator, so it waits for a thread that posts; from the error on no
-        other begins. A thread that NCCL keeps longer than `POSTING_S` waits for a peer, and only
-        aborting ends that.
+        The error comes first: after the abort waiting streams go on, with undefined results. The
+        abort frees the communicator, so first this waits until no thread posts a call; with the
+        error set, none begins. But if NCCL blocks a posting thread longer than `POSTING_S`, that
+        thread waits for a peer, and only the abort ends its wait. `trouble` is the text of NCCL's
+        or CUDA's error; None if a rank is gone or the deadline of `failed` has passed.
         """
         found = failed.deadline.error(None if trouble is None else RuntimeError(trouble))
         with self._change:
             if self._error is not None:
                 return
             self._error = found
-        posts_nothing = self._posting.acquire(timeout=POSTING_S)
+        has_lock = self._posting.acquire(timeout=POSTING_S)
         try:
             with self._change:  # no other thread may query a communicator while it is aborted
                 self._library.abort(self._communicator)
         finally:
-            if posts_nothing:
+            if has_lock:
                 self._posting.release()
 
 
 def refusal(got: str) -> ConfigError:
-    """The error for a group that cannot have a communicator."""
+    """The error of `scheme.nccl_engine` for gradients on another device (`got`) than CUDA."""
     return ConfigError(
         "scheme.nccl_engine=true without NCCL",
         expected="gradients on CUDA devices",
@@ -264,18 +262,15 @@ def refusal(got: str) -> ConfigError:
 
 
 def require_supported(group: dist.ProcessGroup) -> None:
-    """Refuses a group whose CUDA tensors another backend than torch's `ProcessGroupNCCL` serves.
+    """Raises ConfigError if a group's backend for CUDA is not torch's `ProcessGroupNCCL`.
 
-    torch 2.14 adds backends written anew, `nccl2` and `nccl-lazy`; `TORCH_DIST_USE_NCCL2=1` makes
-    `nccl` one of them. They end the process as soon as they find an error.
-
-    Raises:
-        ConfigError: names the backend.
+    torch 2.14 adds the backends `nccl2` and `nccl-lazy`; `TORCH_DIST_USE_NCCL2=1` makes `nccl` one
+    of them. They end the process as soon as they find an error.
     """
     backend = group._get_backend(torch.device("cuda"))
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks each operation in a wrapper.
     backend = getattr(backend, "wrapped_pg", backend)
-    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):  # a torch may have none
+    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):  # torch for CPUs lacks it
         raise ConfigError(
             f"scheme.nccl_engine=true with the group {group.group_desc}",
             expected="the backend nccl, as torch's ProcessGroupNCCL",

@@ -1,8 +1,8 @@
 """NCCL's C functions through ctypes, from the same library that torch has loaded.
 
-C++ (`cuda_ext.nccl_ops`) makes the calls of every bucket and takes the functions' addresses from
-here. This module makes communicators, asks them for errors and ends them. Functions and numbers are
-those of nccl.h since NCCL 2.7.
+This module makes communicators, asks them for errors and ends them. The exchanges of buckets are
+posted by C++ (`cuda_ext.nccl_ops`), which gets the functions' addresses from here. Functions and
+numbers are those of nccl.h since NCCL 2.7.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ _SIGNATURES = {
 
 
 class NcclLibrary:
-    """The functions of one library. Every call may block; it releases the interpreter's lock.
-
-    Args:
-        library: libnccl, opened.
+    """The functions of libnccl, opened. Every call may block; it releases the interpreter's lock.
 
     Raises:
         DependencyError: a function is missing.
@@ -64,7 +61,7 @@ class NcclLibrary:
         return bytes(made)
 
     def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
-        """Makes a communicator on this thread's device; blocks until all ranks do."""
+        """Makes a communicator on this thread's device, with all ranks; returns its address."""
         made = ctypes.c_void_p()
         identifier = _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(made), world_size, identifier, rank)
@@ -102,7 +99,7 @@ class NcclLibrary:
 
 @cache
 def loaded_nccl() -> NcclLibrary:
-    """The library that torch has loaded, so that the process has only one NCCL.
+    """Opens the NCCL that torch has loaded: the process must not load a second one.
 
     Raises:
         DependencyError: this torch has no NCCL as a shared library.

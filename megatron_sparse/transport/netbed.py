@@ -16,9 +16,9 @@ class BedLinks(NamedTuple):
     """The test bed's slow links.
 
     Attributes:
-        mbit: rate in Mbit/s: of each host's link, or of the one between two sites.
+        mbit: rate in Mbit/s: of each host's link, or of the link between two sites.
         delay_ms: round trip, between hosts or between sites.
-        sites: 1, or 2 whose inner links are unlimited.
+        sites: 1; or 2, with unlimited links between the hosts of a site.
     """
 
     mbit: int
@@ -26,7 +26,7 @@ class BedLinks(NamedTuple):
     sites: int = 1
 
     def __str__(self) -> str:
-        """Words for headers and names.
+        """Text for headings and names.
 
         Example:
             >>> str(BedLinks(100)), str(BedLinks(100, 30, 2))

@@ -16,7 +16,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport.liveness import PeerLiveness
 
 POLL_S = 0.01
-"""How often `finish` looks whether waiting has become pointless."""
+"""How often `finish` checks whether the operation cannot succeed any more."""
 
 _Task = tuple[Callable[[], Any], "Future[Any]"]
 
@@ -37,29 +37,29 @@ class Operation:
         self._deadline_s = time.monotonic() + timeout_s
 
     def is_hopeless(self) -> bool:
-        """Whether waiting is pointless: a rank is gone, or time is up."""
+        """Whether the operation cannot succeed any more: a rank is gone, or its time is up."""
         return self.is_late() or (
             self._liveness is not None and self._liveness.trouble() is not None
         )
 
     def is_late(self) -> bool:
-        """Whether its time is up."""
+        """Whether its deadline has passed."""
         return time.monotonic() >= self._deadline_s
 
     def error(self, cause: Exception | None = None) -> CommunicationError:
-        """The error to raise; may block briefly to learn which rank is at fault.
+        """Makes the error to raise; may block briefly to learn which rank is at fault.
 
         Args:
             cause: the backend's exception; None if the backend still waits.
         """
-        is_late = self.is_late() or "Timed out" in str(cause)  # the backend's words
+        is_late = self.is_late() or "Timed out" in str(cause)  # gloo's text for its own timeout
         if cause is None or is_late:
             got = f"no answer within {self._timeout_s:g} s"
         else:
             got = str(cause).splitlines()[0] if str(cause) else repr(cause)
         trouble = None
         if self._liveness is not None:
-            # After the timeout the rank at fault is known, if ever; before it, soon.
+            # An early failure may come before the side channel's news of the lost rank: wait.
             trouble = self._liveness.trouble() if is_late else self._liveness.await_trouble()
         return CommunicationError(
             f"{self.name} failed" + (f": {trouble}" if trouble else ""),
@@ -74,12 +74,12 @@ class Operation:
 
 
 class WaitedWork:
-    """Works of gloo that a thread waits for, as one `Work`.
+    """All gloo works of one operation, as one `Work`; a thread (`Waiters`) waits for them.
 
     Args:
-        operation: their name and deadline.
-        waiting: done when they have finished or failed.
-        check: checks the received bytes; called when they have finished.
+        operation: the operation's name and deadline.
+        waiting: the thread's future: done when all works have finished or one has failed.
+        check: checks the received bytes; called when all have finished.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WaitedWork:
         self._check = check
 
     def ready(self) -> bool:
-        """See `Work`; also true when waiting has become pointless."""
+        """See `Work`; also true if the operation cannot succeed any more: `finish` raises then."""
         return self._waiting.done() or self.operation.is_hopeless()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
@@ -101,8 +101,8 @@ class WaitedWork:
         """See `Work`."""
         while not self.ready():
             with suppress(TimeoutError):
-                self._waiting.exception(POLL_S)
-        if not self._waiting.done():
+                self._waiting.exception(POLL_S)  # waits at most `POLL_S`, and raises nothing else
+        if not self._waiting.done():  # a rank is gone, or the time is up
             raise self.operation.error()
         try:
             self._waiting.result()
@@ -158,13 +158,13 @@ class Waiters:
         self._threads = 0
 
     def submit[T](self, wait: Callable[[], T]) -> Future[T]:
-        """Lets a thread call `wait`, and starts one if none is idle.
+        """Lets a thread call `wait`, and starts one if none is idle; returns the future result.
 
-        Submit from one thread at a time. Returns the future of the call.
+        Not thread-safe: submit from one thread at a time.
         """
         waiting: Future[T] = Future()
         self._tasks.put((wait, waiting))
-        if not self._idle.acquire(blocking=False):
+        if not self._idle.acquire(blocking=False):  # a semaphore: it counts idle threads
             self._threads += 1
             threading.Thread(target=self._main, name="megatron_sparse_wait", daemon=True).start()
         return waiting

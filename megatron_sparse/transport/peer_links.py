@@ -4,13 +4,14 @@ A process that is the first rank of a group listens; the others connect to it, o
 groups they share. Messages are lines of JSON, each an object with some of these keys:
 
 - `hello` (rank) and `token`: the handshake, the first line to a listener; answered by `welcome`.
-- `silent`: {rank: seconds} for all ranks that the listener has not heard from for two beats; sent
-  every `BEAT_S` to those that have connected. They send an empty object as often: a sign of life.
-- `lost`: rank and why; sent by a rank that fails, and passed on by the listener.
+- `silent`: {rank: seconds} for all ranks that the listener has not heard from for 2 `BEAT_S`; the
+  listener sends it every `BEAT_S` (a beat). The others send an empty object as often.
+- `lost`: a rank, and `why` it is gone; sent by a rank that fails, and passed on by the listener.
 - `bye`: an orderly end; a connection that ends without it belonged to a process that died.
 
-The token comes from the invitation, which travels through the group itself. The listener drops a
-connection whose handshake lacks it.
+A listener's invitation, which the group's own broadcast carries to the others (`open_liveness`),
+has its addresses, its port and a random token. The listener drops a connection whose handshake
+lacks the token: it may come from anyone. A member of a listener is a process that has connected.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a rank is gone, and when this process learned of it."""
+    """Why a rank is gone, and when this process learned of it (`time.monotonic`)."""
 
     why: str
     noticed_s: float
 
 
 class _Link:
-    """One connection.
+    """One connection to another process.
 
     Attributes:
-        rank: at the other end; None until the handshake.
-        token: of the invitation by which this process connected; empty if the other did.
-        is_member: whether the other end connected here, to this process, which listens.
-        heard_s: when something came last.
-        relayed_silent_s: what the last `silent` said: rank -> seconds.
+        rank: of the process at the other end; None until the handshake.
+        token: of the invitation by which this process connected; empty if the other connected.
+        is_member: whether the other process connected to this one, which listens.
+        heard_s: when bytes arrived last.
+        relayed_silent_s: content of the last `silent` message: rank -> seconds.
     """
 
     def __init__(self, sock: socket.socket, rank: int | None = None, token: str = ""):
@@ -62,16 +63,17 @@ class _Link:
         self.is_member = not token
         self.heard_s = time.monotonic()
         self.relayed_silent_s: dict[int, float] = {}
-        self._received = b""  # the begin of a line whose end has not come
-        self._unsent = b""
+        self._received = b""  # the start of an incomplete line
+        self._unsent = b""  # what the socket did not take yet
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends as much as the socket takes; the rest goes with the next line. Raises OSError."""
+        """Sends as much as the socket takes, the rest with the next message. Raises OSError."""
         self._unsent += json.dumps(message).encode() + b"\n"
         try:
-            self._unsent = self._unsent[self.socket.send(self._unsent) :]
-        except BlockingIOError:
+            sent = self.socket.send(self._unsent)
+        except BlockingIOError:  # the socket's buffer is full
             return
+        self._unsent = self._unsent[sent:]
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived.
@@ -88,7 +90,7 @@ class _Link:
         if not data:
             raise EOFError
         self.heard_s = time.monotonic()
-        # The last line is incomplete, or empty: it stays for the next call.
+        # What follows the last line break is incomplete, or empty: the next call completes it.
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > LONGEST_LINE:
             raise OSError("a line is too long")
@@ -99,14 +101,14 @@ class _Link:
 
 
 class PeerLinks:
-    """All connections of this process.
+    """All connections of this process, and the thread that serves them.
 
     Args:
         rank: the global rank of this process.
 
     Attributes:
-        lost: rank -> why it is gone, in the order in which it was noticed.
-        silent_s: rank -> seconds since its last message, only for those above two beats.
+        lost: rank -> why it is gone, in the order in which ranks were lost.
+        silent_s: rank -> seconds since its last message, only for those above 2 `BEAT_S`.
     """
 
     def __init__(self, rank: int) -> None:
@@ -122,7 +124,7 @@ class PeerLinks:
         threading.Thread(target=self._serve, name="megatron_sparse_peers", daemon=True).start()
 
     def invite(self) -> dict[str, Any]:
-        """Starts to listen, once; returns the addresses, the port and the token to join with."""
+        """Starts to listen, if it does not yet; returns the invitation, for `join`."""
         with self._lock:
             if self._listener is None:
                 dual = socket.has_dualstack_ipv6()
@@ -149,7 +151,7 @@ class PeerLinks:
         Raises:
             OSError: it cannot be reached at any of its addresses.
         """
-        token = invitation["token"]
+        token = invitation["token"]  # unique to the listener
         with self._lock:
             if any(link.token == token for link in self._links):
                 return
@@ -170,7 +172,7 @@ class PeerLinks:
         try:
             link = _Link(connected, rank, token)
             link.send({"hello": self.rank, "token": token})
-            # The first message is the answer; others may have arrived right behind it.
+            # The first message is the answer; others may have arrived together with it.
             answers = []
             while not answers:
                 answers = link.receive()
@@ -182,7 +184,7 @@ class PeerLinks:
         except BaseException:
             connected.close()
             raise
-        connected.setblocking(False)
+        connected.setblocking(False)  # from here on the serving thread reads it
         return link
 
     def announce(self, why: str) -> None:
@@ -191,7 +193,7 @@ class PeerLinks:
             self._tell({"lost": self.rank, "why": why}, self._links)
 
     def close(self, *, goodbye: bool) -> None:
-        """Ends all connections and the thread."""
+        """Ends all connections, with `goodbye` after a `bye` on each; the thread then ends."""
         with self._lock:
             if self._closing:
                 return
@@ -201,7 +203,7 @@ class PeerLinks:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the sockets and nothing else."""
+        """Closes the sockets without a message: a forked child shares them with its parent."""
         for link in self._links:
             link.socket.close()
         if self._listener is not None:
@@ -228,7 +230,7 @@ class PeerLinks:
         self._selector.close()
 
     def _accept(self) -> None:
-        """Takes a connection; it has no rank until its `hello` has come."""
+        """Accepts a connection; its rank is unknown until its `hello` arrives."""
         assert self._listener is not None
         try:
             accepted, _ = self._listener.accept()
@@ -244,21 +246,24 @@ class PeerLinks:
 
     def _read(self, link: _Link) -> None:
         """Handles what has arrived on a connection; drops it after `bye` or a fault."""
-        if link not in self._links:  # dropped while an earlier line of this round was read
+        if link not in self._links:  # dropped since `select` has reported it
             return
         try:
             for message in link.receive():
                 if link.rank is None and not self._welcome(link, message):
                     return
                 self._take(link, message)
-                if "bye" in message:  # no loss: its last messages may still be on their way
+                if "bye" in message:  # an orderly end: the rank is not lost
                     self._drop(link)
                     return
         except (OSError, EOFError, ValueError):
             self._end(link)
 
     def _welcome(self, link: _Link, message: dict[str, Any]) -> bool:
-        """Handles a member's `hello`: answers it and says who is lost; returns whether it fits."""
+        """Checks the token of a new member's `hello`, answers it, and sends which ranks are lost.
+
+        Returns False, and drops the connection, if the token is wrong.
+        """
         if message.get("token") != self._invitation["token"]:
             self._drop(link)
             return False
@@ -269,10 +274,10 @@ class PeerLinks:
         return True
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
-        """Notes what a rank says of others: who is `silent`, who is `lost`."""
+        """Stores what a message says of other ranks: which are `silent`, which is `lost`."""
         if "silent" in message:
             silent_s = {int(rank): float(s) for rank, s in message["silent"].items()}
-            silent_s.pop(self.rank, None)
+            silent_s.pop(self.rank, None)  # this rank is alive, if slow to send
             link.relayed_silent_s = silent_s
         if "lost" in message:
             self._lose(int(message["lost"]), message["why"], link)
@@ -284,15 +289,16 @@ class PeerLinks:
             self._lose(link.rank, f"has died: its connection to rank {self.rank} is gone", link)
 
     def _lose(self, rank: int, why: str, source: _Link) -> None:
-        """Notes that a rank is gone, once, and passes that on to all members but the source."""
+        """Adds a rank to `lost`, once, and passes that on to all members but the source."""
         if rank in self.lost or rank == self.rank:
             return
+        # A new dict, because other threads iterate over the old one without a lock.
         self.lost = {**self.lost, rank: Loss(why, time.monotonic())}
         others = [link for link in self._links if link.is_member and link is not source]
         self._tell({"lost": rank, "why": why}, others)
 
     def _beat(self) -> None:
-        """Updates `silent_s` and sends beats; to members, who connected here, with `silent`."""
+        """Updates `silent_s`; sends `silent` to members, and a sign of life to listeners."""
         now_s = time.monotonic()
         silent_here_s: dict[int, float] = {}
         for link in self._links:
@@ -301,13 +307,13 @@ class PeerLinks:
         relayed_s: dict[int, float] = {}
         for link in self._links:
             relayed_s |= link.relayed_silent_s
-        self.silent_s = relayed_s | silent_here_s  # what this rank heard itself wins
+        self.silent_s = relayed_s | silent_here_s  # of both, this rank's own measurement
         known = [link for link in self._links if link.rank is not None]
         self._tell({"silent": silent_here_s}, [link for link in known if link.is_member])
         self._tell({}, [link for link in known if not link.is_member])
 
     def _tell(self, message: dict[str, Any], links: list[_Link]) -> None:
-        """Sends a message on these connections; one that is broken ends."""
+        """Sends a message on these connections; ends those that are broken."""
         for link in list(links):
             try:
                 link.send(message)
@@ -322,10 +328,9 @@ class PeerLinks:
 
 
 def check_gloo_interfaces() -> None:
-    """Refuses a name in GLOO_SOCKET_IFNAME that is no interface of this host.
+    """Raises ConfigError if GLOO_SOCKET_IFNAME names an interface that this host does not have.
 
-    Raises:
-        ConfigError: gloo would fail with the name alone.
+    gloo's own error would consist of the name alone.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     existing = [name for _, name in socket.if_nameindex()]
@@ -374,9 +379,9 @@ def _interface_address(name: str) -> list[str]:
 
 
 def _address_towards(host: str) -> list[str]:
-    """This host's address that the routing table picks for reaching a host, as a list.
+    """The address of this host on the route to `host`, as a list; empty if there is no route.
 
-    Sends nothing: a datagram socket only looks up the route. Empty if there is none.
+    Sends nothing: connecting a datagram socket only looks up the route.
     """
     try:  # any port will do
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,7 @@
-"""Transport over c10d's public operations: gloo on CPU, NCCL on CUDA, any group.
+"""Transport over torch.distributed (c10d): gloo on CPU, NCCL on CUDA, any group.
 
-Streams, watchdog, flight recorder and timeouts are c10d's. The transport makes its own group, with
-its own timeout, so that its operations cannot interleave with Megatron's on one communicator.
+Streams, watchdog, flight recorder and timeouts are c10d's. The transport uses a group of its own,
+with its own timeout, so that its operations cannot interleave with Megatron's on one communicator.
 
 For gloo the transport adds:
 
@@ -39,19 +39,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SMALL_GATHER_BYTES = 4096
-"""gloo gathers round a ring: n - 1 round trips. A rank sends at most so much to all at once."""
+"""gloo gathers round a ring: n - 1 messages one after the other. Up to this size of a rank's tensor
+direct messages between all ranks are faster."""
 SMALL_GATHER_TAG = 1
-"""Of these messages. They match in the order in which they are posted."""
-INVITATION_BYTES = 1024
+"""Of those direct messages. They match in the order in which they are posted."""
+BROADCAST_BYTES = 1024
 CANARY = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-"""Written to the end of every receive buffer: gloo fills only as much as the peer sent, and reports
-no error. A complete message does not end in these random bytes by chance."""
+"""Written to the end of every receive buffer, to find messages that are too short: gloo fills only
+as much as the peer sent, and reports no error. No complete message ends in these random bytes."""
 
 
 class ProcessGroupTransport:
-    """See `Transport`.
-
-    Making one is collective over the group.
+    """See `Transport`. Making one is collective over the group.
 
     Args:
         group: the group whose ranks take part; a second group over the same ranks is made. Or the
@@ -88,7 +87,7 @@ class ProcessGroupTransport:
                 got=f"{device.type} with {backend}",
                 remedy="choose --distributed-backend to match",
             )
-        if nccl_engine:  # before anything is made that a refusal would have to give back
+        if nccl_engine:  # checked before the group is borrowed, which an error would have to return
             if device.type != "cuda":
                 raise refusal(device.type)
             require_supported(parent)
@@ -106,7 +105,7 @@ class ProcessGroupTransport:
         self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:
             self._liveness = open_liveness(ranks, own_rank, timeout_s, self._broadcast)
-        # After the side channel: once the host names are gathered, all ranks have joined it.
+        # After the side channel: the all-gather of nodes ends only when all ranks have connected.
         try:
             self.nodes = self._find_nodes()
         except ConfigError:
@@ -124,18 +123,18 @@ class ProcessGroupTransport:
             )
 
     def _broadcast(self, text: bytes) -> bytes:
-        """Returns rank 0's text on every rank, padded with spaces; the host waits."""
-        padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)
-        words = padded.to(self.device)
+        """Returns rank 0's text on every rank, padded with spaces to `BROADCAST_BYTES`; blocks."""
+        padded = bytearray(text.ljust(BROADCAST_BYTES))
+        characters = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
         operation = Operation("broadcast", None, self._timeout_s)
         try:
-            dist.broadcast(words, group=self.group, group_src=0)
+            dist.broadcast(characters, group=self.group, group_src=0)
         except RuntimeError as error:
             raise operation.error(error) from error
-        return bytes(words.tolist())
+        return bytes(characters.tolist())
 
     def _find_nodes(self) -> tuple[int, ...]:
-        """See `membership`: the host waits for one small all-gather."""
+        """For each rank the number of its node (`membership`); blocks for a small all-gather."""
         answer = NodeAnswer.of(os.environ, socket.gethostname())
         own = torch.tensor(answer, dtype=torch.int64, device=self.device)
         gathered = own.new_empty(self.world_size * len(answer))
@@ -143,7 +142,7 @@ class ProcessGroupTransport:
         return agreed_nodes(gathered.view(self.world_size, -1).tolist())
 
     def open_arrival_counter(self) -> Arrive:
-        """See `Transport`. Opens another connection to the store at which the processes met."""
+        """See `Transport`. Opens another connection to the default group's store."""
         token = self._broadcast(secrets.token_hex(8).encode()).decode().strip()
         store = dist.distributed_c10d._get_default_store()
         counter = StoreArrivalCounter(
@@ -157,7 +156,7 @@ class ProcessGroupTransport:
         return counter.arrive
 
     def _announce(self, name: str) -> Operation:
-        """Starts the deadline of an operation that is about to be posted.
+        """Makes an operation that is about to be posted; its deadline starts now.
 
         Raises:
             CommunicationError: a rank of the group is gone.
@@ -201,9 +200,9 @@ class ProcessGroupTransport:
         With gloo a message that is longer than its receive buffer aborts the process: agree on
         sizes first. One that is shorter by 8 bytes or more is an error.
         """
-        # One tensor to, and one from, every other rank. Counted with the empty ones: sizes differ
-        # between ranks, the calls to NCCL must not.
-        with_everyone = all(
+        # An all-to-all: one tensor to, and one from, every other rank. Decided with empty tensors
+        # included, because all ranks must make the same NCCL call, whichever of theirs are empty.
+        is_all_to_all = all(
             len(pieces) == len({peer for peer, _ in pieces}) == self.world_size - 1
             for pieces in (sends, receives)
         )
@@ -211,21 +210,21 @@ class ProcessGroupTransport:
         receives = [(peer, values) for peer, values in receives if values.numel()]
         peers = {peer for peer, _ in [*sends, *receives]}
         assert self.rank not in peers, "a rank exchanges nothing with itself"
-        if not peers:  # the peers have nothing for this rank either, so none waits for it
+        if not peers:  # no peer posts a message to or from this rank either
             return StreamWork(Operation("an empty exchange", None, self._timeout_s), [])
         operation = self._announce(f"exchange with ranks {sorted(peers)}")
         if self.device.type == "cuda":
-            if with_everyone:
+            if is_all_to_all:
                 return self._post(operation, lambda: self._post_all_to_all(sends, receives))
             return self._post(operation, lambda: self._post_batch(sends, receives, tag))
         bytes_in = [(peer, values.view(torch.uint8).view(-1)) for peer, values in receives]
         for _, received in bytes_in:
-            if received.numel() >= CANARY.numel():  # `_check_filled` looks for it
+            if received.numel() >= CANARY.numel():  # `_check_filled` raises if it is still there
                 received[-CANARY.numel() :] = CANARY
 
         def post() -> list[dist.Work | None]:
             """Posts all messages to gloo; returns their works."""
-            # Receives first: a message that arrives before its buffer is known waits in the socket.
+            # Receives first: a message that arrives before its receive is posted has to wait.
             posted = [
                 dist.irecv(received, group=self.group, group_src=peer, tag=tag)
                 for peer, received in bytes_in
@@ -243,10 +242,10 @@ class ProcessGroupTransport:
         post: Callable[[], Sequence[dist.Work | None]],
         check: Callable[[], None] | None = None,
     ) -> Work:
-        """Posts works: NCCL's, which a stream waits for, or gloo's, which a thread waits for.
+        """Calls `post`, and makes one `Work` of the c10d works that it returns.
 
-        gloo offers no completion callback, and some works complete only inside wait(): pairwise
-        messages, and the reduce-scatter, which reduces everything and copies the shard there.
+        With gloo a thread waits for them, then `check` is called: gloo has no completion callback,
+        and some works complete only inside wait(): pairwise messages, and the reduce-scatter.
         """
         try:
             posted = post()
@@ -258,13 +257,13 @@ class ProcessGroupTransport:
 
     def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work | None]:
         """`_post_batch` with every rank, in one call of c10d instead of one for each message."""
-        _, any_values = (sends or receives)[0]  # for its device
-        nothing = [any_values.new_empty(0, dtype=torch.uint8)] * self.world_size
-        outputs, inputs = _placed(nothing, receives), _placed(nothing, sends)
+        _, any_values = (sends or receives)[0]
+        empty = any_values.new_empty(0, dtype=torch.uint8)  # on the device of the tensors
+        outputs, inputs = self._by_rank(receives, empty), self._by_rank(sends, empty)
         return [dist.all_to_all(outputs, inputs, group=self.group, async_op=True)]
 
     def _post_batch(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> list[dist.Work]:
-        """One NCCL group call, so that sends and receives cannot block one another."""
+        """Posts all messages in one NCCL group call: sends and receives do not block each other."""
         operations = [(dist.irecv, peer, values) for peer, values in receives]
         operations += [(dist.isend, peer, values) for peer, values in sends]
         return dist.batch_isend_irecv(
@@ -274,8 +273,15 @@ class ProcessGroupTransport:
             ]
         )
 
+    def _by_rank(self, pieces: PeerTensors, empty: torch.Tensor) -> list[torch.Tensor]:
+        """For each rank the bytes of its tensor in `pieces`, or `empty` if it has none."""
+        by_rank = [empty] * self.world_size
+        for peer, values in pieces:
+            by_rank[peer] = values.view(torch.uint8).view(-1)
+        return by_rank
+
     def close(self, *, broken: bool = False) -> None:
-        """Returns the transport's own group to the pool. Never waits for pending operations.
+        """Ends the transport; its group returns to the pool. Never waits for pending operations.
 
         Args:
             broken: an operation has failed. The group is not used again, and the other ranks learn
@@ -291,14 +297,6 @@ class ProcessGroupTransport:
             self._liveness = None
         self._waiters.close()
         return_group(self.group, broken=broken)
-
-
-def _placed(nothing: list[torch.Tensor], pieces: PeerTensors) -> list[torch.Tensor]:
-    """The bytes for or from each rank; `nothing` where there is no piece."""
-    placed = list(nothing)
-    for peer, values in pieces:
-        placed[peer] = values.view(torch.uint8).view(-1)
-    return placed
 
 
 def _check_filled(operation: Operation, bytes_in: PeerTensors) -> None:

@@ -14,7 +14,7 @@ class Link:
     """The alpha-beta model of one kind of link: a message of m bytes takes alpha + beta m.
 
     Attributes:
-        alpha_s: seconds that a message takes before its first byte arrives.
+        alpha_s: latency: seconds before a message's first byte arrives.
         beta_s: seconds per byte; the reciprocal of the bandwidth.
     """
 
@@ -47,10 +47,10 @@ class Topology:
 
     Attributes:
         node_sizes: ranks on each node; ranks are numbered node by node.
-        intra: links between ranks of one node; each rank has a port of its own.
+        intra: links between ranks of one node; each rank has one port for them.
         inter: links between nodes.
-        nic: `rank`: each rank has a port of its own to the other nodes; `node`: the ranks of a
-            node share one.
+        nic: which ports `inter` links have: `rank`: one port for each rank; `node`: one port for
+            each node, which its ranks share.
 
     Example:
         >>> Topology((2, 1), NO_TIME, NO_TIME).nodes
@@ -71,7 +71,7 @@ class Topology:
     def even(
         cls, world_size: int, ranks_per_node: int, intra: Link, inter: Link, nic: str = "rank"
     ) -> Topology:
-        """Fills nodes of `ranks_per_node`; the last one takes the remaining ranks."""
+        """A topology of nodes with `ranks_per_node` ranks; the last node may have fewer."""
         full, rest = divmod(world_size, ranks_per_node)
         sizes = (ranks_per_node,) * full + ((rest,) if rest else ())
         return cls(sizes, intra, inter, nic)
@@ -92,9 +92,10 @@ class Topology:
         return self.intra if same else self.inter
 
     def ports(self, source: int, target: int) -> tuple[tuple[str, int], tuple[str, int]]:
-        """The sender's outgoing and the receiver's incoming port that a message occupies.
+        """The two ports that a message occupies: one of the sender, one of the receiver.
 
-        A port is the name of its kind and the number of the rank, or node, that it belongs to.
+        A port carries one message at a time. It is a pair: its kind, and the number of its rank
+        (or of its node, for a port that the ranks of a node share).
         """
         nodes = self.nodes
         if nodes[source] == nodes[target]:

@@ -1,17 +1,17 @@
-"""n ranks in one process: real messages and codecs, counted bytes, and a modelled clock.
+"""A simulated network of n ranks in one process: real messages, counted bytes, a modelled clock.
 
 Every message is really copied, so a collective computes the same here as over a network, and every
-byte is counted on its directed link.
+byte is counted on its directed link (sender, receiver).
 
 The time is a MODEL; label it so wherever you show it. A message of m bytes from a to b starts when
-both ranks have posted it and both ports are free. It occupies the ports for beta m and arrives
-after alpha + beta m; alpha and beta are those of the topology's link. Messages start in the order
-of their modelled times. At equal times they start in the order in which the later of their two
-ranks posted them. Local work costs nothing unless the caller charges it.
+both ranks have posted their sides of it (send and receive) and both ports are free. It occupies the
+ports for beta m and arrives after alpha + beta m; alpha and beta are those of the topology's link.
+Messages start in the order of their modelled times; at equal times, in the order in which their
+later sides were posted. Local work takes no time unless the caller adds it to `clock_s`.
 
 A real network shows some errors only by chance; here they always show. A receive buffer is
-overwritten with 0xFF when it is posted, and filled at the last moment. A sent buffer is read at
-that moment. So touching either before the work is finished gives wrong results.
+overwritten with 0xFF when it is posted, and filled as late as possible. A sent buffer is read at
+that moment. So a rank that uses either before the work is finished gets wrong results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_sparse.transport.virtual_work import Arrivals, VirtualWork, arriva
 
 POISON = 0xFF
 GATHER_TAG = -1
-"""Of the whole cluster's all-gathers; those of `VirtualCluster.group` count down from it."""
+"""Tag of the whole cluster's all-gathers. Each `VirtualCluster.group` has its own: -2, -3, ..."""
 
 Steps = Generator[Any, None, Any]
 ReductionKey = tuple[tuple[int, ...], int, int]
@@ -42,21 +42,21 @@ ReductionKey = tuple[tuple[int, ...], int, int]
 
 
 @dataclass
-class _Half:
-    """One side of a message, waiting for the other."""
+class _Side:
+    """One side of a message: the send or the receive that a rank has posted."""
 
     rank: int
     data: torch.Tensor
-    work: VirtualWork
+    work: VirtualWork  # the operation that the side belongs to
     posted_s: float
-    number: int
-    priced_bytes: float
-    waiting_for: str
+    number: int  # sides are numbered in the order in which they were posted
+    priced_bytes: float  # what the clock takes the message's size for
+    waiting_for: str  # the missing side, for errors
 
 
 @dataclass
 class _Reduction:
-    """The parts of a backend's own reduction that have been posted."""
+    """An all-reduce or reduce-scatter: what each rank, by number, has posted so far."""
 
     kind: str
     inputs: dict[int, torch.Tensor]
@@ -71,9 +71,9 @@ class VirtualCluster:
         world_size: ranks.
         topology: nodes and links; None for one node whose links take no time.
         device: where the ranks' tensors live.
-        message_scale: the clock prices each byte as this many, so that a small bucket can stand
-            for a large one. All-gathers and int64 words, with which ranks agree about sizes, do
-            not grow with the bucket and are not scaled; neither are the byte counters.
+        message_scale: for the clock each byte counts as this many, so that a small bucket can
+            stand for a large one. Not scaled are the byte counters, and the messages by which ranks
+            agree on sizes (all-gathers of integers, int64 words): they do not grow with a bucket.
 
     Attributes:
         transports: one for each rank.
@@ -110,16 +110,15 @@ class VirtualCluster:
         self.clock_s = [0.0] * world_size
         everyone = tuple(range(world_size))
         self.transports = [VirtualTransport(self, rank, everyone) for rank in everyone]
-        # Sides that wait for the other, by (sender, receiver, tag, whether it is the sender's).
-        self._halves: dict[tuple[int, int, int, bool], deque[_Half]] = defaultdict(deque)
-        # A heap of messages: when their later side was posted, that side's number, both sides.
-        self._matched: list[tuple[float, int, _Half, _Half]] = []
-        self._numbers = count()  # of sides, in the order of posting
+        # (sender, receiver, tag, whether it is the send) -> sides whose other side is missing.
+        self._unmatched: dict[tuple[int, int, int, bool], deque[_Side]] = defaultdict(deque)
+        # A heap of messages to deliver: (modelled start, number of the later side, send, receive).
+        self._matched: list[tuple[float, int, _Side, _Side]] = []
+        self._numbers = count()  # of sides
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[ReductionKey, _Reduction] = {}
-        # For the all-gathers of each group of ranks; `GATHER_TAG` is for those of all ranks.
-        self._group_tags = count(GATHER_TAG - 1, -1)
-        self._ended: list[VirtualWork] = []  # since ranks were last resumed
+        self._group_tags = count(GATHER_TAG - 1, -1)  # see `GATHER_TAG`
+        self._ended: list[VirtualWork] = []  # works of reductions that ended since the last resume
         self.pending_arrivals: Arrivals = {}
 
     @property
@@ -132,10 +131,10 @@ class VirtualCluster:
         return sum(size for (source, _), size in self.link_bytes.items() if source == rank)
 
     def group(self, ranks: Sequence[int]) -> list[VirtualTransport]:
-        """A group of these ranks: its transports, in the order of `ranks`.
+        """Makes a group of these ranks; returns its transports, in the order of `ranks`.
 
-        They share the clock, the ports and the byte counters of the cluster, and their messages
-        meet those of no other group. A rank uses them in the generator that `run` drives.
+        They use the cluster's clock, ports and byte counters; their collectives' messages match
+        those of no other group. A rank uses its transport in the generator that `run` drives.
 
         Example:
             >>> inside = VirtualCluster(4).group([2, 3])
@@ -143,12 +142,12 @@ class VirtualCluster:
             (1, 2)
         """
         tag = next(self._group_tags)
-        return [VirtualTransport(self, place, tuple(ranks), tag) for place in range(len(ranks))]
+        return [VirtualTransport(self, rank, tuple(ranks), tag) for rank in range(len(ranks))]
 
     def run(self, start: Callable[[VirtualTransport], Steps]) -> list[Any]:
-        """Drives one generator for each rank to its end.
+        """Runs one generator for each rank to its end.
 
-        A generator yields works and, at most once, a marker after which it posts nothing more.
+        A generator yields works to wait for, and markers (`base.Marker`); `POSTED` at most once.
 
         Args:
             start: transport of a rank -> that rank's generator.
@@ -180,7 +179,7 @@ class VirtualCluster:
     def _advance(
         self, rank: int, generator: Steps, waiting: dict[int, VirtualWork], results: dict[int, Any]
     ) -> None:
-        """Runs one rank until it waits for something or ends."""
+        """Resumes one rank until it waits for a work, in `waiting`, or ends, in `results`."""
         while True:
             try:
                 outcome = next(generator)
@@ -188,45 +187,51 @@ class VirtualCluster:
                 results[rank] = end.value
                 return
             if outcome is Marker.UNORDERED or outcome is Marker.QUEUED:
-                continue
+                continue  # they promise nothing that is checked here
             if isinstance(outcome, Enum):
-                assert self.transports[rank].may_post, "the marker comes once"
+                assert self.transports[rank].may_post, "`POSTED` comes once"
                 self.transports[rank].may_post = False
             elif not isinstance(outcome, VirtualWork) or outcome.ready():
-                # Works that are no messages, such as a copy to the host, take no modelled time.
+                # Works that move nothing, such as a copy to the CPU, take no modelled time.
                 outcome.finish()
             else:
                 waiting[rank] = outcome
                 return
 
-    def post_half(
+    def post_side(
         self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
     ) -> None:
-        """Takes one side of a message, and matches it with the other if that has been posted.
+        """Posts one side of a message for a transport; matches it with the other side, if posted.
 
-        Called by the transports. A matched message waits to be delivered.
+        A matched message goes to the heap, from which `_deliver_next` takes it.
+
+        Args:
+            work: the posting rank's operation, to which the side belongs.
+            peer: the cluster's rank at the other side.
+            data: what to send, or where to receive.
+            tag: sides match only if their tags are the same.
+            is_send: whether this is the send.
         """
         rank = work.rank
         assert peer != rank, "a rank exchanges nothing with itself"
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
-        gathers = work.what == "all_gather" and not data.is_floating_point()
-        is_agreement = gathers or data.dtype == torch.int64
-        # A receive buffer holds nothing yet; the sender's side sets the price.
-        scale = 1.0 if is_agreement or not is_send else self.message_scale
-        priced = scale * data.nbytes
-        half = _Half(rank, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for)
+        gathers_integers = work.what == "all_gather" and not data.is_floating_point()
+        is_agreement = gathers_integers or data.dtype == torch.int64  # see `message_scale`
+        scale = 1.0 if is_agreement else self.message_scale
+        priced = scale * data.nbytes  # read only of the send
+        side = _Side(rank, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for)
         work.undelivered += 1
         work.waits_for[waiting_for] += 1
         if not is_send:
             data.view(torch.uint8).fill_(POISON)
         pair = (rank, peer) if is_send else (peer, rank)  # sender, receiver
-        others = self._halves[*pair, tag, not is_send]
-        if not others:
-            self._halves[*pair, tag, is_send].append(half)
+        opposite_sides = self._unmatched[*pair, tag, not is_send]
+        if not opposite_sides:
+            self._unmatched[*pair, tag, is_send].append(side)
             return
-        other = others.popleft()
-        send, receive = (half, other) if is_send else (other, half)
+        opposite = opposite_sides.popleft()  # the one posted first
+        send, receive = (side, opposite) if is_send else (opposite, side)
         if send.data.nbytes != receive.data.nbytes:
             raise CommunicationError(
                 f"{work.what}: rank {send.rank}'s message to rank {receive.rank} has the wrong "
@@ -235,13 +240,16 @@ class VirtualCluster:
                 got=send.data.nbytes,
                 remedy="agree on sizes before the exchange",
             )
-        posted_s, number = max((half.posted_s, half.number) for half in (send, receive))
+        posted_s, number = max((side.posted_s, side.number) for side in (send, receive))
         heapq.heappush(self._matched, (posted_s, number, send, receive))
 
     def post_reduction(
         self, key: ReductionKey, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Takes one rank's part of a backend's own reduction; called by the transports."""
+        """Posts one rank's part of an all-reduce or reduce-scatter (`work.what`), for a transport.
+
+        `output` gets the sum of all ranks' `values_N`, or this rank's shard of it.
+        """
         reduction = self._reductions.setdefault(key, _Reduction(work.what, {}, {}, {}))
         for rank, values in reduction.inputs.items():
             if reduction.kind != work.what or values.nbytes != values_N.nbytes:
@@ -250,7 +258,7 @@ class VirtualCluster:
                     expected=f"{reduction.kind} of {values.nbytes} bytes, as on rank {rank}",
                     got=f"{work.what} of {values_N.nbytes} bytes",
                 )
-        work.undelivered = 1
+        work.undelivered = 1  # not ready before `_reduce`
         reduction.inputs[work.rank] = values_N
         reduction.outputs[work.rank] = output
         reduction.works[work.rank] = work
@@ -263,59 +271,60 @@ class VirtualCluster:
             self._reduce(reduction, ranks)
 
     def _reduce(self, reduction: _Reduction, ranks: Sequence[int]) -> None:
-        """Writes the sum, added in rank order, to all outputs, and ends the works.
+        """Writes the sum, or each rank's shard of it, to all outputs, and ends the works.
 
-        Counts and times the steps of a ring over the ranks.
+        Adds in rank order; bytes and time are those of a ring over the ranks.
         """
         n, scatter = len(ranks), reduction.kind == "reduce_scatter"
         first, *others = (reduction.inputs[rank] for rank in ranks)
         sum_N = first.clone()
         for values_N in others:
             sum_N += values_N
-        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]
+        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]  # of n equal pieces
         sizes = [(stop - start) * sum_N.element_size() for start, stop in pairwise(cuts)]
-        done_s = self._run_ring(ranks, sizes, halves=1 if scatter else 2)
-        for place, rank in enumerate(ranks):
-            own = slice(cuts[place], cuts[place + 1]) if scatter else slice(None)
+        done_s = self._run_ring(ranks, sizes, phases=1 if scatter else 2)
+        for index, rank in enumerate(ranks):
+            own = slice(cuts[index], cuts[index + 1]) if scatter else slice(None)
             reduction.outputs[rank].copy_(sum_N[own])
             work = reduction.works[rank]
             work.undelivered, work.done_s = 0, done_s
             self._ended.append(work)
 
-    def _run_ring(self, ranks: Sequence[int], sizes: Sequence[int], halves: int) -> float:
-        """Counts the bytes of a ring on its links, and takes its ports; returns its modelled end.
+    def _run_ring(self, ranks: Sequence[int], sizes: Sequence[int], phases: int) -> float:
+        """Counts a ring's bytes on its links and occupies its ports; returns its modelled end.
 
         Args:
             ranks: in the ring's order.
             sizes: bytes of each rank's piece.
-            halves: 1 for the reduce-scatter; 2 for the all-gather, too.
+            phases: 1: only the reduce-scatter; 2: also the all-gather.
         """
         n = len(ranks)
-        steps = (n - 1) * halves
-        step_s = port_s = 0.0
+        steps = (n - 1) * phases
+        step_s = port_s = 0.0  # of the slowest link: a step's time, and how long a port is busy
         ports = set()
-        for place, rank in enumerate(ranks if n > 1 else ()):  # one rank alone sends nothing
-            following = (place + 1) % n
-            after = ranks[following]
-            # A rank passes on every piece except the one that ends with it (reduce-scatter), then
-            # every piece except its successor's own (all-gather).
-            kept = [sizes[place], sizes[following]][:halves]
-            self.link_bytes[rank, after] += halves * sum(sizes) - sum(kept)
-            self.link_messages[rank, after] += steps
-            link = self.topology.link(rank, after)
+        for index, rank in enumerate(ranks if n > 1 else ()):  # a single rank sends nothing
+            next_index = (index + 1) % n
+            successor = ranks[next_index]
+            # A rank sends every piece but one: in the reduce-scatter not its own piece, in the
+            # all-gather not that of its successor.
+            not_sent = [sizes[index], sizes[next_index]][:phases]
+            self.link_bytes[rank, successor] += phases * sum(sizes) - sum(not_sent)
+            self.link_messages[rank, successor] += steps
+            link = self.topology.link(rank, successor)
             piece_s = link.beta_s * self.message_scale * max(sizes)
             step_s, port_s = max(step_s, link.alpha_s + piece_s), max(port_s, piece_s)
-            ports.update(self.topology.ports(rank, after))
-        # Rings of other groups may share the ports of a node: they take turns.
+            ports.update(self.topology.ports(rank, successor))
+        # Rings of other groups may use the same ports of a node: one ring starts after the other.
         ready_s = [self.clock_s[rank] for rank in ranks]
         start_s = max(ready_s + [self._port_free_s[port] for port in ports])
         self._port_free_s.update(dict.fromkeys(ports, start_s + port_s * steps))
         return start_s + step_s * steps
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
-        """Returns the ranks that can go on; delivers messages until there is one.
+        """Delivers messages, the one that starts first, until a rank's work is ready.
 
-        The message that starts first is delivered first. Finishes the works of these ranks.
+        Takes the ranks whose works are ready out of `waiting`, finishes the works, and returns the
+        ranks. A reduction may have made some ready before any message.
         """
         awaited = [work for work in self._ended if waiting.get(work.rank) is work]
         ready = [work.rank for work in awaited if work.ready()]
@@ -323,26 +332,26 @@ class VirtualCluster:
         while not ready:
             if not self._matched:
                 raise self._deadlock(waiting)
-            since_s, number, send, receive = heapq.heappop(self._matched)
+            planned_s, number, send, receive = heapq.heappop(self._matched)
             ports = self.topology.ports(send.rank, receive.rank)
-            start_s = max(since_s, *(self._port_free_s[port] for port in ports))
-            if start_s > since_s:  # a port is busy until then: others may start before it
+            start_s = max(planned_s, *(self._port_free_s[port] for port in ports))
+            if start_s > planned_s:  # a port is busy: other messages may start before this one
                 heapq.heappush(self._matched, (start_s, number, send, receive))
                 continue
             self._deliver(send, receive, start_s, ports)
             ready = [
-                half.rank
-                for half in (send, receive)
-                if half.work.ready() and waiting.get(half.rank) is half.work
+                side.rank
+                for side in (send, receive)
+                if side.work.ready() and waiting.get(side.rank) is side.work
             ]
         for rank in ready:
             waiting.pop(rank).finish()
         return ready
 
     def _deliver(
-        self, send: _Half, receive: _Half, start_s: float, ports: Sequence[tuple[str, int]]
+        self, send: _Side, receive: _Side, start_s: float, ports: Sequence[tuple[str, int]]
     ) -> None:
-        """Copies a message, counts it, and sets the modelled ends of its two works."""
+        """Copies a message, counts its bytes, and updates the two works that it belongs to."""
         link = self.topology.link(send.rank, receive.rank)
         sent_s = start_s + link.beta_s * send.priced_bytes
         for port in ports:
@@ -350,13 +359,13 @@ class VirtualCluster:
         receive.data.view(torch.uint8).copy_(send.data.view(torch.uint8))
         self.link_bytes[send.rank, receive.rank] += send.data.nbytes
         self.link_messages[send.rank, receive.rank] += 1
-        for half, done_s in ((send, sent_s), (receive, sent_s + link.alpha_s)):
-            half.work.undelivered -= 1
-            half.work.done_s = max(half.work.done_s, done_s)
-            half.work.waits_for[half.waiting_for] -= 1
+        for side, done_s in ((send, sent_s), (receive, sent_s + link.alpha_s)):
+            side.work.undelivered -= 1
+            side.work.done_s = max(side.work.done_s, done_s)
+            side.work.waits_for[side.waiting_for] -= 1
 
     def _deadlock(self, waiting: dict[int, VirtualWork]) -> CommunicationError:
-        """The error for ranks that all wait: says for which peers."""
+        """Makes the error of ranks that all wait; it says which rank waits for which."""
         lines = []
         for rank, work in sorted(waiting.items()):
             missing = sorted(+work.waits_for)  # the plus leaves out counts of 0
@@ -370,10 +379,10 @@ class VirtualCluster:
         )
 
     def _check_nothing_left(self) -> None:
-        """Raises if a message or a reduction was posted and not matched or waited for."""
-        left = [*chain.from_iterable(self._halves.values())]
+        """Raises if a message has only one side, or an operation was not waited for."""
+        left = [*chain.from_iterable(self._unmatched.values())]
         if left or self._matched or self._reductions:
-            waits = sorted(f"rank {half.rank} waits for {half.waiting_for}" for half in left)
+            waits = sorted(f"rank {side.rank} waits for {side.waiting_for}" for side in left)
             raise CommunicationError(
                 "all ranks have ended and left operations behind",
                 expected="every posted operation is waited for and has a counterpart",
@@ -404,7 +413,7 @@ class VirtualTransport:
         self._cluster = cluster
         self._cluster_rank = ranks[rank]
         self._tag = tag
-        self._reductions = 0
+        self._reductions = 0  # posted so far; numbers them in `ReductionKey`
 
     def charge(self, seconds: float) -> None:
         """Adds local work to this rank's modelled clock."""
@@ -438,23 +447,23 @@ class VirtualTransport:
         return self._post("exchange", sends, receives, tag)
 
     def _post(self, what: str, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
-        """Posts the messages of one work, receives first; empty ones are skipped."""
+        """Posts the messages of one operation; empty ones are skipped."""
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
         work = VirtualWork(self._cluster_rank, cluster.clock_s, what)
         for peer, data in receives:
             if data.numel():
-                cluster.post_half(work, self.ranks[peer], data, tag, is_send=False)
+                cluster.post_side(work, self.ranks[peer], data, tag, is_send=False)
         for peer, data in sends:
             if data.numel():
-                cluster.post_half(work, self.ranks[peer], data, tag, is_send=True)
+                cluster.post_side(work, self.ranks[peer], data, tag, is_send=True)
         return work
 
     def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
-        """Posts this rank's part of a backend's own reduction."""
+        """Posts this rank's tensors of an all-reduce or reduce-scatter (`kind`)."""
         assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
         work = VirtualWork(self._cluster_rank, self._cluster.clock_s, kind)
-        key = self.ranks, self._tag, self._reductions
+        key = self.ranks, self._tag, self._reductions  # the same on all ranks of the group
         self._cluster.post_reduction(key, work, values_N, output)
         self._reductions += 1
         return work

@@ -1,6 +1,6 @@
-"""Works of a `VirtualCluster`, and `arrival_counter` on it: the same waits, on modelled clocks.
+"""Works of a `VirtualCluster`, and its counter of arrivals at buckets, on modelled clocks.
 
-A rank arrives at its modelled time, and counting takes no time. A MODEL, like the cluster.
+A rank arrives at the time of its modelled clock; counting takes no time. A MODEL, like the cluster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class VirtualWork:
     def __init__(self, rank: int, clock_s: list[float], what: str) -> None:
         self.rank = rank
         self.what = what
-        self.undelivered = 0
-        self.done_s = clock_s[rank]
-        self.waits_for: Counter[str] = Counter()
+        self.undelivered = 0  # messages of this work; 0: it is ready
+        self.done_s = clock_s[rank]  # the modelled end
+        self.waits_for: Counter[str] = Counter()  # missing action -> messages, for errors
         self._clock_s = clock_s
 
     def ready(self) -> bool:
@@ -52,15 +52,15 @@ Arrivals = dict[Visit, list[tuple[float, Future[float]]]]
 def arrival_counter(
     rank: int, ranks: tuple[int, ...], clock_s: list[float], pending: Arrivals
 ) -> Arrive:
-    """Counts a rank's arrivals; see `Transport.open_arrival_counter`.
+    """Makes the function by which one rank reports its arrivals (`Transport.open_arrival_counter`).
 
     Args:
         rank: in the cluster.
-        ranks: of the group, in order: the cluster's ranks that arrive.
+        ranks: the ranks of the group, numbered in the cluster.
         clock_s: the modelled clock of each rank of the cluster, in seconds.
-        pending: shared by all ranks. Mutated.
+        pending: arrivals at buckets at which ranks are still missing; shared by all ranks. Mutated.
     """
-    visits: Counter[str] = Counter()
+    visits: Counter[str] = Counter()  # bucket -> this rank's arrivals at it
 
     def arrive(bucket: str) -> Future[float]:
         """See `Arrive`; modelled seconds, known once all ranks have arrived."""
@@ -71,9 +71,9 @@ def arrival_counter(
         arrived.append((clock_s[rank], own_wait))
         if len(arrived) == len(ranks):
             del pending[visit]
-            last_s = max(came_s for came_s, _ in arrived)
-            for came_s, waited in arrived:
-                waited.set_result(last_s - came_s)
+            last_s = max(arrived_s for arrived_s, _ in arrived)
+            for arrived_s, wait in arrived:
+                wait.set_result(last_s - arrived_s)
         return own_wait
 
     return arrive

@@ -76,7 +76,7 @@ class VirtualGroup:
             # Stands for the collective, after which all clocks agree.
             yield transport.all_reduce_(torch.zeros(1))
             if policy._last_step:
-                yield from without(policy.agree(), Gate)
+                yield from without(policy.gather(), Gate)
             return straggler, policy.scheme_of(adapted, straggler)
 
         decisions = set(self.cluster.run(start))
