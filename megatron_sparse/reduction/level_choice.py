@@ -190,7 +190,7 @@ def _cheapest(
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shape = BucketShape(PRICED_NUMEL, 0, FP32_BYTES, op, ranks, value_bits=value_bits)
-        shapes = {shape: 1}  # one such bucket
+        shapes = {shape: 1}  # one such bucket, none of whose elements are always sent (the 0)
     # Buckets of a smaller group: only the ranks on the priced nodes.
     counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme

@@ -101,9 +101,9 @@ class BucketJob:
     def backend_divides(self) -> bool:
         """Whether the backend's collective averages, so that this reducer must not divide.
 
-        True for a dense reduce-scatter in the gradient's dtype: so, as with Megatron alone, the
-        gradient buffer keeps undivided values in the shards of other ranks. Depends only on plan
-        and bucket, so all ranks agree.
+        True for a dense reduce-scatter in the gradient's dtype, as in Megatron. Other ranks' shards
+        of the gradient buffer then keep undivided values. Depends only on plan and bucket, so all
+        ranks agree.
         """
         bucket, plan = self.bucket, self.plan
         is_dense_scatter = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
@@ -199,13 +199,13 @@ class GradientReducer:
             and dump is None
             and config.straggler.mode == "off"
         )
-        # Buckets whose residuals are sent, since compression is off -> the step in which they were.
+        # While compression is off: bucket -> the step that has sent its residual.
         self._sent_while_off: dict[str, int] = {}
 
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and has a residual of: at level `rank` the bucket itself.
 
-        At other levels the same part for the same bucket; see `Level.part`.
+        At other levels a part of the bucket, always the same object (`Level.part`).
         """
         return self._level.part(bucket)
 
@@ -239,8 +239,8 @@ class GradientReducer:
     def left_to_host(self, bucket: Bucket, step: int) -> bool:
         """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
-        So it is while compression is off, after a first step through this reducer, which sends the
-        residual and checks that ranks agree. That step may be repeated, then through this reducer.
+        True from the second step with compression off on. The first one goes through this reducer,
+        which sends the residual and checks that ranks agree; so does a repetition of that step.
         """
         is_off = not self._config.compression.enabled
         residual_is_sent = self._sent_while_off.get(bucket.name, step) < step
@@ -288,7 +288,7 @@ class GradientReducer:
         yield from self._level.inside(job.whole, job.record)
         self._dump_gradient(job)
         selected = self._select(job)
-        yield GATE
+        yield GATE  # at a level above `rank` already passed in `inside`
         # On CUDA: allocated on the codec stream, and from here on used on the network stream.
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)

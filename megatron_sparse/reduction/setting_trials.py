@@ -156,7 +156,7 @@ class SettingTrials:
         """Ends the trial of preset `name` if it has had its steps; begins the next, or chooses.
 
         Presets are tried from the last name to the first. If one is far slower than the fastest so
-        far, the trials end: the presets before it send still more. Ranks use the largest times.
+        far, the trials end: the presets before it send still more. Times are the slowest rank's.
         """
         times_s = self._times_s
         too_slow = TOO_SLOW.get(len(times_s))  # None in steps without this early check
@@ -193,7 +193,7 @@ class SettingTrials:
         self._times_s.clear()
         # A checkpoint of a run without trials has no time of its preset: the first check sets it.
         ratio = now_ms / self.times_ms.setdefault(str(self.chosen), now_ms)
-        # The largest ratio of a rank and, as the largest of the negated ones, the least.
+        # The ranks' largest ratio, and (as a maximum of negated ratios) their least one, negated.
         most, minus_least = self._maxima([ratio, -ratio])
         if most > 1 + DRIFT or -minus_least < 1 - DRIFT:
             # Each time a longer interval, so that unstable times do not lead to constant trials.

@@ -284,7 +284,7 @@ class StragglerPolicy:
         """The delays at which skipping a rank is faster than waiting, for this bucket.
 
         From `straggler.min_delay_ms`, else from the cost of the links. `NONE_PAYS` if skipping is
-        faster at no delay.
+        never faster.
         """
         if self._config.min_delay_ms is not None:
             return Delays(self._config.min_delay_ms / 1e3, math.inf)

@@ -120,7 +120,7 @@ class PeerLinks:
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._invitation: dict[str, Any] = {}
-        self._closing = False
+        self._closing = False  # tells the thread to end
         threading.Thread(target=self._serve, name="megatron_sparse_peers", daemon=True).start()
 
     def invite(self) -> dict[str, Any]:
@@ -144,12 +144,12 @@ class PeerLinks:
         """Connects to a listening rank, unless this process is connected to it already.
 
         Args:
-            rank: the listener's.
+            rank: the global rank of the listener.
             invitation: the listener's addresses (`hosts`), which are tried in turn, `port` and
                 `token`.
 
         Raises:
-            OSError: it cannot be reached at any of its addresses.
+            OSError: the listener cannot be reached at any of its addresses.
         """
         token = invitation["token"]  # unique to the listener
         with self._lock:
@@ -193,7 +193,7 @@ class PeerLinks:
             self._tell({"lost": self.rank, "why": why}, self._links)
 
     def close(self, *, goodbye: bool) -> None:
-        """Ends all connections, with `goodbye` after a `bye` on each; the thread then ends."""
+        """Ends all connections and the thread; with `goodbye` it sends `bye` first."""
         with self._lock:
             if self._closing:
                 return
@@ -240,12 +240,13 @@ class PeerLinks:
         self._add(_Link(accepted))
 
     def _add(self, link: _Link) -> None:
+        """Lets the thread serve a new connection."""
         with self._lock:
             self._links.append(link)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _read(self, link: _Link) -> None:
-        """Handles what has arrived on a connection; drops it after `bye` or a fault."""
+        """Handles the messages that have arrived on a connection; ends it on `bye` or a fault."""
         if link not in self._links:  # dropped since `select` has reported it
             return
         try:

@@ -160,19 +160,19 @@ class VirtualCluster:
                 differ in length; a message was sent and not received.
             MegatronSparseError: the first error that a rank raised.
         """
-        results: dict[int, Any] = {}
-        waiting: dict[int, VirtualWork] = {}
+        results: dict[int, Any] = {}  # rank -> what its generator returned
+        waiting: dict[int, VirtualWork] = {}  # rank -> the work that it waits for
         generators = []
         for transport in self.transports:
             transport.may_post = True
             generators.append(start(transport))
-        movable = deque(range(len(generators)))
-        while movable or waiting:
-            while movable:
-                rank = movable.popleft()
+        runnable = deque(range(len(generators)))  # ranks to resume
+        while runnable or waiting:
+            while runnable:
+                rank = runnable.popleft()
                 self._advance(rank, generators[rank], waiting, results)
             if waiting:
-                movable.extend(self._deliver_next(waiting))
+                runnable.extend(self._deliver_next(waiting))
         self._check_nothing_left()
         return [results[rank] for rank in range(len(generators))]
 
