@@ -88,7 +88,7 @@ class ProgressThread(Progress):
         # Whether `_wake_up` was called since the thread last looked: then it does not sleep.
         self._is_awake = False
         # Set by `close`: the time at which jobs that still run end with an error.
-        self._closes_s: float | None = None
+        self._close_deadline_s: float | None = None
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class ProgressThread(Progress):
         """
         pending.launch(self._streams, self._timeout_s)
         with self._wake:
-            if self._broken is not None or self._closes_s is not None:
+            if self._broken is not None or self._close_deadline_s is not None:
                 pending.end(refused_error(pending, self._broken))
             else:
                 self._incoming.append(pending)
@@ -113,7 +113,7 @@ class ProgressThread(Progress):
         not wait for the timeout. The other ranks are told of the error (`announce`).
         """
         with self._wake:
-            self._closes_s = time.perf_counter() + CLOSING_S
+            self._close_deadline_s = time.perf_counter() + CLOSING_S
             self._wake_up()
         self._thread.join(CLOSING_S + CLOSING_SLACK_S)
         if self._thread.is_alive() and self._broken is None:  # a step of a job blocks the thread
@@ -130,12 +130,12 @@ class ProgressThread(Progress):
                 self._is_awake = False
                 self._running.extend(self._incoming)
                 self._incoming.clear()
-                closes_s = self._closes_s
-                if closes_s is not None and not self._running:
+                close_deadline_s = self._close_deadline_s
+                if close_deadline_s is not None and not self._running:
                     return
             if self._advance_one():
                 continue
-            if closes_s is not None and time.perf_counter() > closes_s:
+            if close_deadline_s is not None and time.perf_counter() > close_deadline_s:
                 oldest = self._running[0]  # without a running job this thread has returned above
                 self._fail(oldest, unfinished_error())
                 continue

@@ -128,7 +128,7 @@ class RowSparseReducer:
             checksum=self._checksum,
         )
         record.wire_bytes = result.sent_bytes
-        record.scheme = f"{NAME}_{result.way}"
+        record.scheme = f"{NAME}_{result.way}"  # `gather` or `direct`, chosen by the collective
         return result.gradient.to_coo()
 
 

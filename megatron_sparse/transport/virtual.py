@@ -7,7 +7,7 @@ The time is a MODEL; label it so wherever you show it. A message of m bytes from
 both ranks have posted their sides of it (send and receive) and both ports are free. It occupies the
 ports for beta m and arrives after alpha + beta m; alpha and beta are those of the topology's link.
 Messages start in the order of their modelled times; at equal times, in the order in which their
-later sides were posted. Local work takes no time unless the caller adds it to `clock_s`.
+later sides were posted. Local work takes no time unless `charge` adds it.
 
 A real network shows some errors only by chance; here they always show. A receive buffer is
 overwritten with 0xFF when it is posted, and filled as late as possible. A sent buffer is read at
