@@ -196,7 +196,7 @@ class TestCommand:
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
         assert "decode_add" in printed
         assert run(quick, "--sweep") == 0
-        assert "inter: no such link here" in capfd.readouterr().out
+        assert "inter: these ranks have no such link" in capfd.readouterr().out
         with_densities = ClusterModel.load(path)
         assert set(with_densities.ring_densities) == {"coo", "pici"}
         assert with_densities.codec == cluster.codec

@@ -1,7 +1,7 @@
 """`megatron-sparse calibrate`: measures a cluster, and sweeps the adaptive ring's thresholds.
 
-The ranks are those of `bench collectives`: processes of this machine, hosts of the test bed, an
-existing launch. Rank 0 writes.
+The ranks are started as for `bench collectives`: as processes of this machine, on hosts of the
+network test bed, or by torchrun or srun. Rank 0 writes the cluster file: a `ClusterModel` in YAML.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ from megatron_sparse.run.rows import MOST_FOREIGN_LOAD, print_table
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 
-SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
-"""Densities of the codec's table; the file has more."""
+SHOWN_DENSITIES = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
+"""Densities in the printed table of the codec; the cluster file has more."""
 SWEPT_DENSITIES = (0.05, 0.2, 0.4)
-"""Of the gradients of a sweep."""
-
+"""Fractions of non-zero elements in the gradients of a sweep."""
 ADDED = "thresholds:"
+"""Begins the file's comment line that says which command added the thresholds."""
 NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measure again"
 
 type Thresholds = tuple[float, float, float]
 
 
-def check_out(request: CalibrationOptions) -> ClusterModel | None:
-    """Refuses to replace a file; returns the cluster that a sweep adds to, if there is one.
+def load_for_sweep(request: CalibrationOptions) -> ClusterModel | None:
+    """Loads an existing cluster file, to which `--sweep` shall add thresholds.
+
+    Returns None where the cluster must be measured: there is no file, or `--force` replaces it.
 
     Raises:
-        ConfigError: the file exists, or it is not a cluster to which results can be added.
+        ConfigError: the file exists, without `--sweep` or `--force`; or it is no cluster file.
     """
     if not request.out.exists() or request.force:
         return None
@@ -68,13 +70,16 @@ def check_out(request: CalibrationOptions) -> ClusterModel | None:
 
 
 def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
-    """Starts the ranks that are missing, or does one rank's part; returns the exit code.
+    """Runs one rank if a launcher has started this process, else starts all ranks.
+
+    Returns the exit code.
 
     Raises:
         ConfigError: flags contradict one another, there is one rank only, or the output file exists
             already.
-        CommunicationError: a rank has not come, or is gone.
+        CommunicationError: a rank is missing, or has failed.
     """
+    # srun does not set the variables RANK, WORLD_SIZE, ... that torch reads.
     os.environ.update(launchers.slurm_ranks(os.environ))
     started = local_ranks.started_ranks()
     flags = {"netbed": place.netbed, "mbit": place.mbit, "ranks": place.ranks}
@@ -83,11 +88,12 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     if ranks < 2:
         raise one_rank()
     if not started:
-        check_out(request)
+        load_for_sweep(request)  # an error about the file comes before any rank starts
         return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
     if request.env is not None:
         from megatron_sparse.run.composition import compose
 
+        # Before the process group, whose backend reads them. A variable that is set already wins.
         for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
             os.environ.setdefault(name, value)
     make = partial(CalibrationRank, request)
@@ -96,13 +102,13 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
 
 
 class CalibrationRank(Bench[CalibrationOptions]):
-    """This rank of the group that is measured."""
+    """One rank of the calibration; `_cases` are the command's options."""
 
     def run(self) -> None:
-        """Runs the requested measurements; rank 0 prints and writes."""
+        """Measures the cluster, sweeps the thresholds if requested; rank 0 prints and writes."""
         request = self._cases
-        is_there, cluster = self._existing()
-        if not is_there:
+        has_file, cluster = self._load_on_rank_0()
+        if not has_file:
             effort = QUICK if request.quick else FULL
             for line in check_launch(self._transport, host_clock(self._device)):
                 self._tell(line, sys.stdout)
@@ -111,10 +117,10 @@ class CalibrationRank(Bench[CalibrationOptions]):
                 self._transport, self._progress, effort, request.out.stem, self._tell
             )
             share = self._foreign_load(load)
-            noise = NOISY.format(share) if share > MOST_FOREIGN_LOAD else ""
+            warning = NOISY.format(share) if share > MOST_FOREIGN_LOAD else ""
             if self.rank == 0:
                 print_cluster(cluster)
-                self._write(cluster, noise)
+                self._write(cluster, warning)
         if request.sweep:
             found, points = self._sweep()
             if self.rank == 0 and cluster is not None:
@@ -123,19 +129,27 @@ class CalibrationRank(Bench[CalibrationOptions]):
                 )
                 self._report(points, found)
 
-    def _existing(self) -> tuple[bool, ClusterModel | None]:
-        """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
-        found = check_out(self._cases) if self.rank == 0 else None
+    def _load_on_rank_0(self) -> tuple[bool, ClusterModel | None]:
+        """Loads on rank 0 the cluster file to which a sweep adds thresholds.
+
+        Returns:
+            Whether there is one, the same on all ranks; and, on rank 0 only, what it holds.
+        """
+        found = load_for_sweep(self._cases) if self.rank == 0 else None
         if found is not None:
             found.check_fingerprint(fingerprint(self._transport))
+        # All ranks must take the same branch of `run`, so rank 0 tells the others.
         rows = complete(gather_rows([float(found is not None)], self._transport))
-        return bool(rows[0, 0]), found  # rank 0's row
+        return bool(rows[0, 0]), found  # row 0 is rank 0's
 
     def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
-        """Finds the thresholds; returns them by format, and the points of all curves."""
+        """Sweeps the thresholds of each format.
+
+        Returns the best thresholds by format, and the time of every value that was tried.
+        """
         size_bytes, repeats, step = (1 << 20, 3, 0.2) if self._cases.quick else (16 << 20, 7, 0.1)
         n = self.world_size
-        numel = size_bytes // 4 // n * n  # fp32; all ranks' shards are alike
+        numel = size_bytes // 4 // n * n  # fp32, and equal shards
         case = SweepCase(numel, SWEPT_DENSITIES, repeats, step)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
         found, points = {}, []
@@ -146,35 +160,35 @@ class CalibrationRank(Bench[CalibrationOptions]):
             points += curves
         return found, points
 
-    def _write(self, cluster: ClusterModel, noise: str) -> None:
-        """Writes the cluster file; its comment ends with `noise`, a warning or empty."""
+    def _write(self, cluster: ClusterModel, warning: str) -> None:
+        """Writes the cluster file; a `warning` that is not empty ends its comment."""
         comment = self._comment()
-        cluster.save(self._cases.out, f"{comment}\n{noise}" if noise else comment)
+        cluster.save(self._cases.out, f"{comment}\n{warning}" if warning else comment)
         print(f"# written: {self._cases.out}")
-        if noise:
-            print(f"# {noise}")
+        if warning:
+            print(f"# {warning}")
 
     def _save_thresholds(self, cluster: ClusterModel) -> None:
-        """Rewrites the cluster file, with thresholds now.
+        """Replaces the cluster file by `cluster`, which has the thresholds that were found.
 
-        Its comment stays, but for the line of thresholds that were added before.
+        The file's comment stays, but its line about an earlier sweep is replaced (`ADDED`).
         """
         lines = self._cases.out.read_text("utf-8").splitlines()
         kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
         kept = [line for line in kept if not line.startswith(ADDED)]
-        added = f"{ADDED} {self._comment().splitlines()[0]}"
+        added = f"{ADDED} {self._comment().splitlines()[0]}"  # line 0 is the command
         cluster.save(self._cases.out, "\n".join([*kept, added]))
         print(f"# thresholds added: {self._cases.out}")
 
     def _report(self, points: Sequence[SweepPoint], found: Mapping[str, Thresholds]) -> None:
-        """Prints curves and thresholds."""
+        """Prints the time of every value tried, and the best thresholds as configuration keys."""
         densities = ", ".join(f"{density:g}" for density in SWEPT_DENSITIES)
         print(f"# {self.world_size} ranks, {self.backend}, input densities {densities}")
         for threshold in sorted(set(THRESHOLDS) - set(swept(self._transport))):
-            print(f"# {threshold}: no such link here, SpCCL's value stays")
-        print_table(points, None)
-        for form, taken in found.items():
-            named = zip(THRESHOLDS, taken, strict=True)
+            print(f"# {threshold}: these ranks have no such link, SpCCL's value stays")
+        print_table(points, json_path=None)
+        for form, thresholds in found.items():
+            named = zip(THRESHOLDS, thresholds, strict=True)
             keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
             print(f"scheme.format={form} {keys}")
 
@@ -191,10 +205,10 @@ class CalibrationRank(Bench[CalibrationOptions]):
 
 
 def print_cluster(cluster: ClusterModel) -> None:
-    """Prints links, host and codec rates."""
+    """Prints the measured links, the host's cost and the codec's rates as tables."""
     print(
         f"cluster {cluster.name}: {cluster.device}, nodes of {', '.join(map(str, cluster.nodes))} "
-        f"ranks, a port for each {cluster.nic}; "
+        f"ranks, one network port for each {cluster.nic}; "
         + "; ".join(f"{key}: {value}" for key, value in cluster.fingerprint.items())
     )
     print(f"\n{'':<7}{'alpha (us)':>12}{'Gbit/s':>10}")
@@ -203,7 +217,7 @@ def print_cluster(cluster: ClusterModel) -> None:
         ("inter", cluster.inter, "between nodes"),
         ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
     ):
-        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"  # Gbit/s
+        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"  # of seconds a byte
         print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{rate:>10}  {what}")
     print(
         f"\nhost: {cluster.host_s_per_message * 1e6:.1f} us a message, "
@@ -212,12 +226,13 @@ def print_cluster(cluster: ClusterModel) -> None:
     by_call: dict[tuple[str, str], list[CodecRate]] = {}
     for rate in cluster.codec:
         by_call.setdefault((rate.op, rate.format), []).append(rate)
-    densities = [d for d in SHOWN if d in {rate.density for rate in cluster.codec}]
+    densities = [d for d in SHOWN_DENSITIES if d in {rate.density for rate in cluster.codec}]
     print("codec: ns an element, by density; the file has more densities\n")
     headers = "".join(f"{density:>9.1%}" for density in densities)
     print(f"{'codec':<18}{'format':<12}{'us a call':>10}{headers}")
     for (op, form), rates in sorted(by_call.items()):
         ns = {rate.density: f"{rate.seconds_per_element * 1e9:.3g}" for rate in rates}
+        # The table has one column for the cost of a call: the largest over all densities.
         most_us = max(rate.seconds_per_call for rate in rates) * 1e6
         shown = "".join(f"{ns.get(density, ''):>9}" for density in densities)
         print(f"{op:<18}{form:<12}{most_us:>10.1f}{shown}".rstrip())

@@ -2,13 +2,14 @@
 
 Each of `scheme.ring_intra_density`, `ring_inter_density` and `ring_gather_density` is swept from 0
 to 1 at intervals of 0.1, as the paper does, one after the other with the others fixed: the first
-two by the reduce-scatter, the third by the all-reduce. A threshold for links that the ranks do not
-have is left out. Among the values within `TIE` of the fastest one, the sweep takes the one nearest
-to the previous value, so a threshold that makes no difference does not move.
+two by the time of a reduce-scatter, the third by that of an all-reduce. A threshold is not swept
+if the ranks do not have its links. Among the values within `TIE` of the fastest one, the sweep
+takes the one nearest to the previous value: a threshold without an effect does not move.
 
-Gradients are uniform and independent, as the paper's. It sweeps one density; here the times of
-several input densities are added up, so that sums of all densities cross links even where there
-are few ranks. Selection and its encoding are not in the times: no threshold changes them.
+Non-zero elements are uniform and independent on each rank, as in the paper. The paper's gradients
+have one density; here the times with several densities are added up, so that sums of all densities
+cross links even between few ranks. Selection and its encoding are not timed: no threshold changes
+them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.transport import Transport
 
 THRESHOLDS = ("intra", "inter", "gather")
+"""The thresholds, by the links or phase that each is for, in the order of `RING_DENSITIES`."""
 TIE = 0.01
 
 
@@ -38,10 +40,10 @@ class SweepCase:
     """The bucket and gradients to synchronise.
 
     Attributes:
-        numel: elements of the bucket, a multiple of the ranks.
-        densities: of each rank's input; their times are added up.
+        numel: elements of the bucket, a multiple of the number of ranks.
+        densities: fractions of non-zero elements in a rank's gradient; each is timed.
         repeats: how often each is timed.
-        step: between two values of a threshold.
+        step: difference between two values of a threshold that are tried.
     """
 
     numel: int
@@ -52,7 +54,7 @@ class SweepCase:
 
 @dataclass(frozen=True)
 class SweepPoint(CellRow):
-    """A point of a curve."""
+    """The time with one value of a threshold."""
 
     format: str = cell("`coo` or `pici`", "<6")
     threshold: str = cell("one of `THRESHOLDS`", "<9")
@@ -67,13 +69,13 @@ class SweepPoint(CellRow):
 
 
 class RingRuns:
-    """One rank's part of adaptive rings on gradients that stay the same.
+    """Times adaptive rings from one rank; every run of a case has the same gradients.
 
     Args:
         transport: the group.
         case: the bucket and gradients.
-        clock: this rank's.
-        timer: receives the codec's time; that of a virtual rank also advances its clock.
+        clock: this rank's, in seconds.
+        timer: receives the codec's time; a virtual rank's also advances the modelled clock.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class RingRuns:
         self._transport, self._case = transport, case
         self._clock, self._timer = clock, timer
         self._buffers = MessageBuffers()
-        # By format, operation and density.
+        # Kept between runs, by format, operation and density.
         self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
     def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:
-        """Seconds of rings with the thresholds of `ring`, for all input densities together.
+        """Returns the sum over the case's densities of a ring's seconds, the same on all ranks.
 
-        The same on all ranks.
+        `ring` has the message format and the thresholds.
         """
         total_s = 0.0
         for density in self._case.densities:
@@ -102,15 +104,15 @@ class RingRuns:
         return total_s
 
     def _message(self, format: str, op: CollectiveOp, density: float) -> tuple[Bucket, Message]:
-        """Returns a bucket of this density and its message; makes them once and keeps them."""
+        """Returns a bucket with a gradient of this density, and its encoded message; cached."""
         key, numel = (format, op, density), self._case.numel
         if key not in self._messages:
             n, gradient = self._transport.world_size, uniform(numel, density)
             grad_N = gradient.gradient(self._transport.rank).to(self._transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
-            spec, buffers = record_spec("fp32", 0, format), MessageBuffers()
-            # Buffers of its own: messages of all densities are held at once.
+            # Not `self._buffers`: the next message would overwrite this one there.
+            spec, buffers = record_spec("fp32", step=0, record_format=format), MessageBuffers()
             self._messages[key] = bucket, encode(bucket, layout, spec, buffers)
         return self._messages[key]
 
@@ -118,22 +120,23 @@ class RingRuns:
 def sweep_thresholds(
     format: str, runs: RingRuns, transport: Transport, case: SweepCase
 ) -> Measuring[tuple[tuple[float, float, float], list[SweepPoint]]]:
-    """Sweeps the thresholds that matter on these ranks; the result is the same on all ranks.
+    """Sweeps each threshold whose links these ranks have; the result is the same on all ranks.
 
     Args:
         format: `coo` or `pici`.
-        runs: this rank's.
+        runs: times this rank's rings.
         transport: the group; its nodes determine which links there are.
-        case: the values that are tried.
+        case: its `step` determines the values that are tried.
 
     Returns:
-        The thresholds, intra, inter and gather: those of SpCCL where one was left out; and the
-        curves.
+        The best thresholds (intra, inter, gather), where one that was not swept is SpCCL's; and the
+        time of every value tried.
     """
     found = list(RING_DENSITIES[format])
     points: list[SweepPoint] = []
     for threshold in swept(transport):
         index = THRESHOLDS.index(threshold)
+        # Only an all-reduce has the all-gather.
         op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
         steps = range(round(1 / case.step) + 1)  # from 0 to 1
         values, times_s = [round(i * case.step, 6) for i in steps], []
@@ -151,14 +154,14 @@ def sweep_thresholds(
 
 
 def swept(transport: Transport) -> list[str]:
-    """The thresholds that make a difference on these ranks."""
+    """The names of the thresholds that make a difference on these ranks."""
     ranks, nodes = len(transport.nodes), len(set(transport.nodes))
     matters = {"intra": nodes < ranks, "inter": nodes > 1, "gather": True}
     return [threshold for threshold in THRESHOLDS if matters[threshold]]
 
 
 def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> float:
-    """Among the values as good as the fastest one, the value nearest to the previous one.
+    """Returns the value nearest to `before` among those within `TIE` of the fastest one.
 
     Example:
         >>> choose([0.0, 0.5, 1.0], [2.0, 1.0, 1.005], before=0.9)
@@ -169,9 +172,9 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
     return min(good, key=lambda value: abs(value - before))
 
 
-def options_of(format: str, densities: Sequence[float]) -> SchemeConfig:
-    """The options of an adaptive ring."""
+def options_of(format: str, thresholds: Sequence[float]) -> SchemeConfig:
+    """Returns the `scheme` section of an adaptive ring; thresholds in the order of `THRESHOLDS`."""
     keys: dict[str, Any] = {
-        f"ring_{name}_density": value for name, value in zip(THRESHOLDS, densities, strict=True)
+        f"ring_{name}_density": value for name, value in zip(THRESHOLDS, thresholds, strict=True)
     }
     return SchemeConfig(name="adaptive_ring", format=format, **keys)

@@ -22,12 +22,13 @@ def _where(sweep: CodecSweep) -> str:
 def _rows(sweep: CodecSweep) -> Iterator[CodecRow]:
     """Measures the chosen operations of every case that the sweep asks for; yields their rows."""
     device = torch.device(sweep.device)
-    swept = product(sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms)
+    combinations = product(sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms)
+    # `dense_q4` holds every element: it has the same case for all densities, once.
     cases = [
         Case(size, 1.0 if form == "dense_q4" else density, dtype, form, device)
-        for size, dtype, density, form in swept
+        for size, dtype, density, form in combinations
     ]
-    for case in dict.fromkeys(cases):  # once, although `dense_q4` has one case for all densities
+    for case in dict.fromkeys(cases):
         if case.form in hashing.MAKERS:
             tasks = hashing.MAKERS[case.form](case)
         else:

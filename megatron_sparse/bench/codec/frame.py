@@ -1,11 +1,12 @@
-"""The frame of `bench codecs`: a gradient, an operation on it, a table's row.
+"""Shared parts of `bench codecs`: a gradient, an operation on it, a table's row.
 
-Every operation is first checked against an oracle; `#wrong` counts what differs, and a wrong row is
-not timed. Operation, copy and peers are measured in turn, in the same run, so that a temporary
-slowdown of the machine affects all of them. Times are medians, on a GPU of the device alone.
+A record is what a gradient is encoded as; an oracle is the slow implementation in `reference`.
+Results are first compared with an oracle's; `#wrong` counts what differs, and a wrong row is not
+timed. Operation, copy and peers are timed in turn, in the same run, so that a temporary slowdown of
+the machine affects all of them. Times are medians, on a GPU of the device alone.
 
-`copy` is that of `bench/table.py`. Peers are other implementations. They do less work than the
-codec: none of them writes a header, checks an index or rounds stochastically.
+`copy` moves as many bytes as the operation (`bench/table.py`). Peers implement the operation in
+another way. They do less: none writes a header, checks an index or rounds stochastically.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Case:
 
     Attributes:
         size: bytes of the gradient.
-        density: fraction that is sent.
+        density: fraction of the elements that the record holds.
         dtype: of the gradient.
-        form: one of `options.FORMS`.
+        form: one of `options.FORMS`: a format and, after an underscore, its variant.
         device: of the gradient.
     """
 
@@ -64,9 +65,9 @@ class Case:
 
     @property
     def spec(self) -> RecordSpec:
-        """Makes the record's spec: `rice_q8` has values of 8 bits, `pici_paper` the paper's order.
+        """The record's format: `rice_q8` is Rice with values of 8 bits.
 
-        `dense_q4` is the Rice record of every element in 4 bits.
+        `pici_paper` orders bits as Pici's paper does; `dense_q4` is Rice of all elements in 4 bits.
         """
         name, _, variant = self.form.partition("_")
         if name == "dense":
@@ -88,16 +89,16 @@ class Case:
         return NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else -1.0
 
     def touched_bytes(self, values_N: torch.Tensor, *, whole: bool = False) -> int:
-        """Bytes of the memory lines of an fp32 accumulator to which values are added.
+        """Bytes of all memory lines of an fp32 accumulator that adding a gradient touches.
 
         Args:
-            values_N: those that are not zero are added, each to its element.
-            whole: the zeros are added, too.
+            values_N: the gradient; by default its zeros are not added, and touch no line.
+            whole: its zeros are added, too.
         """
-        # The least that a GPU, or a CPU, reads or writes to touch one element.
+        # A memory line: the least that a GPU, or a CPU, reads or writes to touch one element.
         line_bytes = 32 if self.device.type == "cuda" else 64
         per_line = line_bytes // 4  # fp32
-        # A last line that is not full is left out, but one line at least is counted.
+        # Only full lines have the shape of `lines`; at least one line is counted.
         in_full_lines = values_N.numel() // per_line * per_line
         lines = values_N[:in_full_lines].view(-1, per_line)
         touched = lines.shape[0] if whole else int((lines != 0).any(1).sum())
@@ -207,9 +208,9 @@ HEAD_START_CYCLES = 40_000_000
 
 
 def _device_round(actions: Sequence[Action]) -> list[float]:
-    """Runs each action once; returns the device's microseconds of each.
+    """Runs each action once; returns the GPU's microseconds of each, between two events.
 
-    The device begins when the host has launched everything, so host time does not count.
+    The GPU sleeps until the host has launched everything, so the host's time does not count.
     """
     torch.cuda._sleep(HEAD_START_CYCLES)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]

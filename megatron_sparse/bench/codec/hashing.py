@@ -1,12 +1,14 @@
 """The cases of `bench codecs` for ZEN's hashing and for row-sparse gradients.
 
-`hash_bitmap` and `pairs` are the records of the Pull and of the Push, for all of `PARTITIONS`
-servers one after the other; `hash_partition` cuts a rank's entries into partitions. `row_sparse`
-reads the gradient as rows of `COLUMNS` elements and touches a fraction `density` of them.
+A hash h0 assigns each element of the gradient a partition and a position in it; partition i goes to
+server i. `pairs` are the records of (index, value) entries that ranks send to the servers (Push),
+`hash_bitmap` those of the sums that servers send back (Pull). Both are timed for `PARTITIONS`
+partitions, one after the other. `hash_partition` cuts a rank's entries into partitions.
+`row_sparse` takes the gradient as rows of `COLUMNS` elements; a fraction `density` is not zero.
 
-Results are compared with the oracles on a small gradient, and with one another on the timed one. On
-a GPU a time is that between two events of the device. It includes waits for the host, because these
-operations read sizes and checks before they continue.
+Bitmaps are compared with an oracle's on a small gradient; all results with the timed gradient. On a
+GPU times include waits for the host, because these operations read sizes and checks before they
+continue. Suffixes: N elements, K non-zero elements or rows, P positions, D columns.
 """
 
 from __future__ import annotations
@@ -41,39 +43,40 @@ def _unequal(got: torch.Tensor, expected: torch.Tensor) -> int:
     return int((got != expected).sum())
 
 
-def _places(case: Case) -> list[PartitionRecord]:
+def _specs(case: Case) -> list[PartitionRecord]:
+    """What sender and receiver know beforehand of each partition's record."""
     h0 = PermutationHash(case.numel, PARTITIONS, KEY)
     return [PartitionRecord(h0, p, DTYPES[case.dtype], 0, STEP) for p in range(PARTITIONS)]
 
 
-def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
-    """The values of a partition, as its server holds them."""
-    position_P = torch.arange(place.positions, device=grad_N.device)
-    return grad_N[place.partition_hash.element_at(place.partition, position_P)]
+def _by_position(grad_N: torch.Tensor, spec: PartitionRecord) -> torch.Tensor:
+    """The values of a partition in the order of their positions, as its server stores them."""
+    position_P = torch.arange(spec.positions, device=grad_N.device)
+    return grad_N[spec.partition_hash.element_at(spec.partition, position_P)]
 
 
 def _wrong_bitmaps(case: Case) -> int:
-    """Bytes of all partitions' records that differ from the oracle's on a small gradient."""
-    case = case.of_numel(SMALL_NUMEL + 17)  # partitions differ in length
+    """Encodes a small gradient; counts bytes of its bitmap records that differ from an oracle's."""
+    case = case.of_numel(SMALL_NUMEL + 17)  # no multiple of `PARTITIONS`: their lengths differ
     grad_N, wrong = _sparse(case, case.numel, case.density), 0
-    for place in _places(case):
-        h0, partition = place.partition_hash, place.partition
-        elements = h0.element_at(partition, torch.arange(place.positions)).tolist()
+    for spec in _specs(case):
+        h0, partition = spec.partition_hash, spec.partition
+        elements = h0.element_at(partition, torch.arange(spec.positions)).tolist()
         hash_fields = (partition, PARTITIONS, h0.seed)
         expected = bitmap_oracle.encode(grad_N.cpu(), elements, hash_fields, offset=0, step=STEP)
-        record = hash_bitmap.encode(_by_position(grad_N, place), place)
+        record = hash_bitmap.encode(_by_position(grad_N, spec), spec)
         wrong += differing(record, expected)
     return wrong
 
 
 def _bitmap_tasks(case: Case) -> Iterator[Task]:
     """Yields `encode` and `decode_add` of the bitmap records of all partitions of a gradient."""
-    wrong, places = _wrong_bitmaps(case), _places(case)
+    wrong, specs = _wrong_bitmaps(case), _specs(case)
     grad_N = _sparse(case, case.numel, case.density)
-    values = [_by_position(grad_N, place) for place in places]
+    values = [_by_position(grad_N, spec) for spec in specs]
 
     def encode() -> list[torch.Tensor]:
-        return [hash_bitmap.encode(*pair) for pair in zip(values, places, strict=True)]
+        return [hash_bitmap.encode(*arguments) for arguments in zip(values, specs, strict=True)]
 
     def nonzero() -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(values_P.nonzero(), values_P[values_P != 0]) for values_P in values]
@@ -87,10 +90,10 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     peer_acc_N = torch.zeros_like(acc_N)
 
     def decode_add() -> None:
-        for record, place in zip(records, places, strict=True):
-            hash_bitmap.decode_add_(acc_N, record, place, rank=0)
+        for record, spec in zip(records, specs, strict=True):
+            hash_bitmap.decode_add_(acc_N, record, spec, rank=0)
 
-    decode_add()  # to zeros, so that the sum is the gradient
+    decode_add()  # the accumulator was zero, so the sum must be the gradient
     wrong += _unequal(acc_N, grad_N.float())
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
@@ -100,12 +103,12 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 
 
 def _pair_tasks(case: Case) -> Iterator[Task]:
-    """Yields `hash_partition`, then `encode` and `decode_add` of the partitions' pair records.
+    """Yields `hash_partition`, then `encode` and `decode_add` of all partitions' pair records.
 
-    `hash_partition` is timed beside another way, Algorithm 1, whose entries must be the same.
+    The peer of `hash_partition` is ZEN's Algorithm 1, whose entries must be the same.
     """
-    places = _places(case)
-    h0 = places[0].partition_hash
+    specs = _specs(case)
+    h0 = specs[0].partition_hash
     grad_N = _sparse(case, case.numel, case.density)
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K]
@@ -123,39 +126,39 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     yield Task("hash_partition", case.form, moved_bytes, wrong, split, peers)
 
     def encode() -> list[torch.Tensor]:
-        return [hash_pairs.encode(*entries.of(place.partition), place) for place in places]
+        return [hash_pairs.encode(*entries.of(spec.partition), spec) for spec in specs]
 
     records = encode()
     record_bytes = sum(record.numel() for record in records)
-    sums = [torch.zeros(place.positions, device=case.device) for place in places]
+    sums = [torch.zeros(spec.positions, device=case.device) for spec in specs]
 
     def decode_add() -> None:
-        for sum_P, record, place in zip(sums, records, places, strict=True):
-            hash_pairs.accumulate_(sum_P, record, place, rank=0)
+        for sum_P, record, spec in zip(sums, records, specs, strict=True):
+            hash_pairs.accumulate_(sum_P, record, spec, rank=0)
 
-    decode_add()  # to zeros, so that each sum is its partition of the gradient
-    expected = [_by_position(grad_N, place).float() for place in places]
-    wrong += sum(map(_unequal, sums, expected))
+    decode_add()  # the sums were zero, so each must be its partition of the gradient
+    expected = [_by_position(grad_N, spec).float() for spec in specs]
+    wrong += sum(map(_unequal, sums, expected))  # of `encode` too: it made the records
     touched_bytes = sum(map(case.touched_bytes, expected))
     yield Task("encode", case.form, entry_bytes + record_bytes, wrong, encode)
     yield Task("decode_add", case.form, record_bytes + 2 * touched_bytes, wrong, decode_add)
 
 
 def _touched_rows(case: Case, num_rows: int) -> torch.Tensor:
-    """A fraction of all rows, drawn at random."""
+    """The indices of a fraction of all rows, drawn at random."""
     generator = torch.Generator().manual_seed(num_rows)
     count = max(round(num_rows * case.density), 1)
     return torch.randperm(num_rows, generator=generator)[:count].sort().values.to(case.device)
 
 
 def _row_tasks(case: Case) -> Iterator[Task]:
-    """Yields `encode` of a row-sparse record, whose decoded rows must be those that went in."""
+    """Yields `encode` of a row-sparse record; its decoded rows must equal the encoded ones."""
     num_rows = max(case.numel // COLUMNS, 1)
     index_K = _touched_rows(case, num_rows)
     rows_KD = _sparse(case, index_K.numel() * COLUMNS, 1.0).view(-1, COLUMNS)
     gradient = RowSparse(index_K, rows_KD, num_rows)
     whole = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
-    positions = whole.positions(gradient)  # all rows
+    positions = whole.positions(gradient)  # of all its rows, because there is one part
     record = rows_KD.new_zeros(whole.record_bytes(index_K.numel()), dtype=torch.uint8)
 
     encode = partial(whole.encode, gradient, positions, record)

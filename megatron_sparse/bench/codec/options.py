@@ -31,7 +31,7 @@ OPS = ("prune", *USUAL_OPS)
 
 
 def _is_here(device: str) -> str:
-    """Any device but a GPU that torch does not see."""
+    """Tests the option `--device`, as a `Fits`: a GPU must be one that torch sees."""
     if device != "cuda":
         return ""
     import torch

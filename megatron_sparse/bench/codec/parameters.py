@@ -1,8 +1,9 @@
 """`bench parameters`: bits of parameters' moves, and how fast they are coded.
 
+A parameter's move is its new bit pattern less its old one, as ordered integers (`formats.moves`).
 Each row is the plugin's coder, rANS, on one pair of old and new parameters. `entropy` is the
-order-0 entropy of the moves given the old exponent, in bits: the least that a coder can reach that
-looks at no more than that. On a GPU times include reading the record's size and status on the host.
+order-0 entropy of the moves given the old exponent, in bits: the least for a coder that knows only
+this exponent. On a GPU times include reading the record's size and status on the host.
 
 The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
 the learning rate (measured for AdamW), both rounded to the dtype. `measure` takes any other pair.
@@ -30,6 +31,8 @@ ENTROPY_NUMEL = 2**22
 """Of more numbers the entropy is that of the first so many: it takes five 64-bit copies of them."""
 COMPARED_NUMEL = 2**20 + 17
 """Numbers whose record on a GPU is compared with the CPU's; the last block is not full."""
+EPOCH = 1
+"""Any number: a record is decoded only with the one that it was encoded with."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,10 @@ class ParameterRow(CellRow):
 
 
 def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") -> ParameterPair:
-    """Weights and an update as AdamW's at this learning rate; a pure function."""
+    """Makes normal weights, before and after an update as large as AdamW's at a learning rate.
+
+    All ranks that call it with the same arguments get the same numbers.
+    """
     draw = torch.Generator(device).manual_seed(11)
     weight_N = torch.randn(numel, generator=draw, device=device) * WEIGHT_RMS
     update_N = torch.randn(numel, generator=draw, device=device) * UPDATE_SHARE * rate
@@ -82,19 +88,19 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
 
     Returns its row of the table, with medians.
     """
-    record, held_N = encoded(pair), torch.empty_like(pair.old_N)
+    record, parameters_N = encoded(pair), torch.empty_like(pair.old_N)
 
     def encode() -> None:
         encoded(pair)
 
-    def hold_old() -> None:
-        """Decoding changes the old parameters into the new ones: each round needs them again."""
-        held_N.copy_(pair.old_N)
+    def restore_old() -> None:
+        """Undoes `decode`, which changes the old parameters into the new ones in place."""
+        parameters_N.copy_(pair.old_N)
 
     def decode() -> None:
-        decode_moves_([record], [held_N], epoch=1)
+        decode_moves_([record], [parameters_N], epoch=EPOCH)
 
-    times_us = time_in_turn([encode, hold_old, decode], warmup, iters, pair.old_N.device)
+    times_us = time_in_turn([encode, restore_old, decode], warmup, iters, pair.old_N.device)
     encode_us, _, decode_us = map(median, times_us)
     name_of = {dtype: name for name, dtype in DTYPES.items()}
     dtype = name_of[pair.old_N.dtype]
@@ -107,17 +113,17 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
         numel=numel,
         bits=8 * len(record) / max(numel, 1),
         entropy=None if dtype == "fp32" else conditional_entropy(sampled, WIRE_CODES[dtype]),
-        encode_gbps=nbytes / encode_us / 1e3,  # bytes/us are MB/s
+        encode_gbps=nbytes / encode_us / 1e3,  # bytes/us = MB/s
         decode_gbps=nbytes / decode_us / 1e3,
-        wrong=_wrong_bytes(pair, held_N),  # decoded last
+        wrong=_wrong_bytes(pair, parameters_N),  # as the last round decoded them
     )
 
 
 def _wrong_bytes(pair: ParameterPair, decoded_N: torch.Tensor) -> int:
     """The number of bytes in which the decoded parameters differ from the new ones.
 
-    On a GPU, also the bytes in which its record of the first `COMPARED_NUMEL` numbers differs from
-    the CPU's record of them.
+    On a GPU it adds the bytes in which the record of the first `COMPARED_NUMEL` numbers differs
+    from the CPU's record of them.
     """
     wrong = int((decoded_N.view(torch.uint8) != pair.new_N.view(torch.uint8)).sum())
     if pair.old_N.is_cuda:
@@ -128,11 +134,13 @@ def _wrong_bytes(pair: ParameterPair, decoded_N: torch.Tensor) -> int:
 
 def encoded(pair: ParameterPair) -> torch.Tensor:
     """The record of the pair, bytes on its device."""
-    return encode_moves(pair.old_N, pair.new_N, epoch=1)
+    return encode_moves(pair.old_N, pair.new_N, epoch=EPOCH)
 
 
 def moves_of(pair: ParameterPair, code: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the moves of 16-bit numbers, numbered 0, -1, 1, ..., and their old exponent fields.
+    """Returns the moves of a pair of 16-bit numbers, and the old numbers' exponent fields.
+
+    The moves 0, -1, 1, -2, ... are numbered 0, 1, 2, 3, ...
 
     Args:
         pair: on the CPU.

@@ -1,6 +1,7 @@
 """Peers of `bench codecs`: the same operation in torch.
 
-Each function returns the peers of one operation, by name. No peer writes a record.
+Each function returns the peers of one operation, by name. No peer writes a record. Error feedback
+adds a residual to the gradient. Sums that are not selected, times `leak`, are the new residual.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from megatron_sparse.bench.table import Action
 
 
 def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Selection above `limit` with error feedback, leak 0, in whole-tensor operations."""
+    """Returns selection above `limit` with error feedback, leak 0, in whole-tensor operations."""
     residual_N = torch.zeros(grad_N.numel(), device=grad_N.device)
 
     def in_torch() -> tuple[torch.Tensor, torch.Tensor]:
         sum_N = grad_N + residual_N
         index_K = (sum_N.abs() > limit).nonzero().squeeze(1)
         values_K = sum_N[index_K].to(grad_N.dtype)
-        # As an encoder does for any leak: what was sent leaves the residual, the rest is scaled.
+        # The plugin scales for any leak, so leak 0 is a multiplication here as well.
         residual_N.copy_(sum_N).index_fill_(0, index_K, 0).mul_(0.0)
         return index_K.int(), values_K
 
@@ -26,7 +27,10 @@ def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Pruning with leak 1 in whole-tensor operations, in place on a copy; rounds to nearest."""
+    """Returns pruning up to `limit`, with leak 1: it sets elements of a copy to zero, in place.
+
+    It rounds to nearest.
+    """
     copy_N = grad_N.clone()
     residual_N, sum_N = torch.zeros(2, *grad_N.shape, device=grad_N.device)
 
@@ -39,7 +43,7 @@ def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Indices and values of the elements that are not zero."""
+    """Returns the search for the indices and values of the elements that are not zero."""
 
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)
@@ -49,7 +53,7 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
 
 
 def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Adds the elements that are not zero to an fp32 accumulator; finding them is not timed."""
+    """Returns adding the non-zero elements to an fp32 accumulator; finding them is not timed."""
     acc_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
     index_K = pruned_N.nonzero().squeeze(1)
     values_K = pruned_N[index_K].float()

@@ -3,10 +3,10 @@
 The operations on one gradient: `prune_encode`, `prune` alone, `encode` (but for Rice),
 `decode_add`, `place` (a message replaces what is there, as that of a gathered sum does),
 `decode_sum` of several messages, and `seal` and `verify`: encoding and adding with
-`scheme.checksum`, beside both without. Message, residual and sum are first compared with the
-oracles' on a smaller gradient, byte for byte.
+`scheme.checksum`, beside both without. Message (here one record), residual and sum are first
+compared with those of the oracles, on a smaller gradient, byte for byte.
 
-On a GPU the host reads no report meanwhile, as in capacity mode.
+On a GPU the host reads no error report of a timed call, as in capacity mode.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from megatron_sparse.wire import FORMAT_NAMES, HEADER_BYTES
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond an element."""
 ORACLE_LEAK = 0.5
+"""Factor on unselected values as they become residual; 0 or 1 would hide a wrong factor."""
 type Encoder = Callable[[], torch.Tensor]
-"""A timed call; returns the bytes of the record."""
+"""A timed call; returns the number of bytes of the record."""
 SUMMED = 8
 """Messages that `decode_sum` adds up."""
 
 
 class Codec:
-    """The calls of `ops` for one record, and their memory.
+    """Makes the calls of `ops` that encode and decode one gradient, and has their memory.
 
-    Memory is written here, so that its pages exist.
+    The constructor writes this memory, so that no timed call pays for page faults.
     """
 
     def __init__(self, case: Case, *, checksum: bool = False) -> None:
         self.case, self.is_rice = case, case.form in RICE_FORMS
         self.spec = replace(case.spec, checksum=checksum)
         self.offsets = torch.tensor([0, case.numel])
-        may_be_sparse = torch.zeros(1, dtype=torch.uint8)
-        self.segments = Segments(self.offsets, dense=may_be_sparse)
+        # One segment, and so one record; 0 lets the encoder choose a sparse format for it.
+        self.segments = Segments(self.offsets, dense=torch.zeros(1, dtype=torch.uint8))
         self.expected = Expected(
             self.offsets, self.spec.value_dtype, STEP, rank=0, checksum=checksum
         )
@@ -58,7 +59,7 @@ class Codec:
         self.out = torch.zeros(capacity_bytes, dtype=torch.uint8, device=case.device)
 
     def pruning(self, residual_N: torch.Tensor, leak: float) -> Pruning:
-        """Of the whole gradient."""
+        """The arguments of pruning: one threshold for the whole gradient."""
         return Pruning(residual_N, self.offsets, self.threshold_R, leak, KEY)
 
     def prune_encode(
@@ -66,33 +67,33 @@ class Codec:
     ) -> Encoder:
         """Makes the call that prunes and encodes the gradient into `out`.
 
-        With leak 0 only rounding errors stay in the residual: all rounds see almost the same.
+        With leak 0 the residual has only rounding errors, so all calls select almost the same.
         """
         arguments = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
         return lambda: ops.prune_encode(*arguments, reports=self.reports())[0]
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
-        """Of a gradient with so many elements that are not zero."""
+        """Makes the call that encodes a gradient with `nnz` non-zero elements into `out`."""
         given = self.spec, self.out
-        counts = nnz if self.case.device == CPU else None
+        counts = nnz if self.case.device == CPU else None  # a GPU counts them itself
         return lambda: ops.encode(pruned_N, self.segments, counts, *given, reports=self.reports())
 
     def decode_add(self, acc_N: torch.Tensor, message: torch.Tensor, *, fresh=False) -> Action:
-        """To an fp32 accumulator; fresh: in place of what is there."""
+        """Makes the call that adds a message to `acc_N`, fp32, or with `fresh` overwrites it."""
         given = acc_N, message, self.expected, 0
         return lambda: ops.decode_add_(*given, fresh=fresh, reports=self.reports())
 
     def decode_sum(self, sum_N: torch.Tensor, messages: list[torch.Tensor]) -> Action:
-        """Of several ranks' messages."""
+        """Makes the call that overwrites `sum_N`, fp32, with the sum of several ranks' messages."""
         given = sum_N, messages, self.expected, 0, range(len(messages))
         return lambda: ops.decode_sum_(*given, reports=self.reports())
 
     def reports(self) -> Reports | None:
-        """On a GPU, of one call: they are dropped, for the results are compared."""
+        """On a GPU, takes a call's error reports, which nobody reads: results are compared."""
         return None if self.case.device == CPU else Reports()
 
     def record(self) -> torch.Tensor:
-        """What was written last; a view of `out`."""
+        """The record that was encoded last, a view of `out`; its header has the payload's size."""
         return self.out[: HEADER_BYTES + int(self.out[24:32].view(torch.int64))]
 
     def record_name(self) -> str:
@@ -102,11 +103,11 @@ class Codec:
 
 
 def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
-    """Yields the operations on one gradient; each is to be timed before the next is made.
+    """Yields the tasks on one gradient. The caller times each before it asks for the next.
 
-    The second prunes the gradient in place, for all that follow. Without peers, this takes up to
-    five times the gradient's size in fp32 at once, besides the buffers of the copy that is timed in
-    turn with each operation.
+    `prune` changes the gradient in place; the tasks after it encode and add the pruned one. Without
+    peers, this takes up to five times the gradient's size in fp32 at once, besides the buffers of
+    the copy that is timed in turn with each operation.
     """
     wrong = wrong_bytes(case)
     codec = Codec(case)
@@ -157,20 +158,20 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
 
 
 def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: int) -> Task:
-    """The task that adds several ranks' messages in one pass; its peer adds one after another.
+    """Makes the task that adds several ranks' messages in one pass; its peer adds one by one.
 
-    `wrong` counts the bytes that earlier checks found; those of the sum are added to it.
+    To `wrong`, the wrong bytes of earlier checks, it adds those in which the two sums differ.
     """
     messages = []
     for rank in range(SUMMED):
-        # Each rank has the same elements at other places, so `nnz` holds for all of them.
+        # Each rank's gradient is rotated by another distance; all have `nnz` non-zero elements.
         codec.encode(pruned_N.roll(rank * pruned_N.numel() // SUMMED), nnz)()
         messages.append(codec.record().clone())
     sum_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
     peer_sum_N = torch.zeros_like(sum_N)
     in_one_pass = codec.decode_sum(sum_N, messages)
     adds = [
-        codec.decode_add(peer_sum_N, message, fresh=rank == 0)
+        codec.decode_add(peer_sum_N, message, fresh=rank == 0)  # the first one overwrites
         for rank, message in enumerate(messages)
     ]
 
@@ -187,39 +188,42 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 
 
 def wrong_bytes(case: Case) -> int:
-    """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient."""
-    case = case.of_numel(ORACLE_NUMEL + 17)  # the last tile is not full
-    host, codec = Codec(replace(case, device=CPU)), Codec(case)  # the oracles run on the CPU
-    grad_N = host.case.gradient()
-    record, residual_N = _by_oracle(host, grad_N)
-    wrong = _wrong_sum(codec, host, record)
+    """Counts bytes of record, residual and sum that differ from the oracles' (small gradient)."""
+    case = case.of_numel(ORACLE_NUMEL + 17)  # the codec's last tile is not full
+    # The oracles run on the CPU, with arguments on the CPU.
+    on_cpu, codec = Codec(replace(case, device=CPU)), Codec(case)
+    grad_N = on_cpu.case.gradient()
+    record, residual_N = _by_oracle(on_cpu, grad_N)
+    wrong = _wrong_sum(codec, on_cpu, record)
     wrong += _wrong_record(codec, grad_N, record, residual_N)
     if not codec.is_rice:
         wrong += _wrong_record(codec, grad_N, record, residual_N, in_two_passes=True)
     return wrong
 
 
-def _by_oracle(host: Codec, grad_N: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+def _by_oracle(on_cpu: Codec, grad_N: torch.Tensor) -> tuple[bytes, torch.Tensor]:
     """Prunes and encodes with the oracles, from a residual of zeros.
 
-    Returns the record and the residual after it.
+    Returns the record and the new residual. `on_cpu` has the oracles' arguments.
     """
-    pruning = host.pruning(torch.zeros(grad_N.numel()), ORACLE_LEAK)
-    if host.is_rice:
-        (record,), residual_N = rice_oracle.prune_encode(grad_N, pruning, host.segments, host.spec)
+    pruning = on_cpu.pruning(torch.zeros(grad_N.numel()), ORACLE_LEAK)
+    segments, spec = on_cpu.segments, on_cpu.spec
+    if on_cpu.is_rice:
+        (record,), residual_N = rice_oracle.prune_encode(grad_N, pruning, segments, spec)
     else:
-        sent_N, residual_N, nnz = prune_oracle.prune(grad_N, pruning, host.case.code)
-        (record,) = message_oracle.encode(sent_N, host.segments, nnz, host.spec)
+        pruned_N, residual_N, nnz = prune_oracle.prune(grad_N, pruning, on_cpu.case.code)
+        (record,) = message_oracle.encode(pruned_N, segments, nnz, spec)
     return record, residual_N
 
 
-def _wrong_sum(codec: Codec, host: Codec, record: bytes) -> int:
-    """Adds a record to ones, with the codec and with the oracle; returns the bytes that differ."""
+def _wrong_sum(codec: Codec, on_cpu: Codec, record: bytes) -> int:
+    """Adds a record with the codec and with the oracle; returns the bytes in which sums differ."""
+    # To ones: adding to zeros would not differ from overwriting.
     sum_N = torch.ones(codec.case.numel, device=codec.case.device)
     message = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(sum_N.device)
     codec.decode_add(sum_N, message)()
     expected_N = torch.ones(codec.case.numel)
-    message_oracle.decode_add_(expected_N, record, host.expected, 0)
+    message_oracle.decode_add_(expected_N, record, on_cpu.expected, 0)
     return differing(sum_N, expected_N)
 
 
