@@ -85,7 +85,6 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     record_bytes = sum(record.numel() for record in records)
     peers: dict[str, Action] = {"torch nonzero": nonzero}
     yield Task("encode", case.form, grad_N.nbytes + record_bytes, wrong, encode, peers)
-
     acc_N = torch.zeros(case.numel, device=case.device)
     peer_acc_N = torch.zeros_like(acc_N)
 
@@ -113,7 +112,6 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K]
     entry_bytes = index_K.nbytes + values_K.nbytes
-
     split = partial(hierarchical_hash.split, h0, index_K, values_K)
     algorithm_1 = partial(hierarchical_hash.hierarchical_hash, h0, index_K, values_K)
     entries, peer_entries = split(), algorithm_1()
@@ -160,7 +158,6 @@ def _row_tasks(case: Case) -> Iterator[Task]:
     whole = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
     positions = whole.positions(gradient)  # of all its rows, because there is one part
     record = rows_KD.new_zeros(whole.record_bytes(index_K.numel()), dtype=torch.uint8)
-
     encode = partial(whole.encode, gradient, positions, record)
     encode()  # fills the record
     decoded = whole.decode(record, rank=0)

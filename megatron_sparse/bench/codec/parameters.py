@@ -73,10 +73,7 @@ class ParameterRow(CellRow):
 
 
 def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") -> ParameterPair:
-    """Makes normal weights, before and after an update as large as AdamW's at a learning rate.
-
-    All ranks that call it with the same arguments get the same numbers.
-    """
+    """Makes weights before and after an update of AdamW's size; the same ones on every call."""
     draw = torch.Generator(device).manual_seed(11)
     weight_N = torch.randn(numel, generator=draw, device=device) * WEIGHT_RMS
     update_N = torch.randn(numel, generator=draw, device=device) * UPDATE_SHARE * rate
@@ -138,12 +135,10 @@ def encoded(pair: ParameterPair) -> torch.Tensor:
 
 
 def moves_of(pair: ParameterPair, code: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the moves of a pair of 16-bit numbers, and the old numbers' exponent fields.
-
-    The moves 0, -1, 1, -2, ... are numbered 0, 1, 2, 3, ...
+    """Returns a pair's moves, 0, -1, 1, -2, ... as 0, 1, 2, 3, ..., and the old exponent fields.
 
     Args:
-        pair: on the CPU.
+        pair: numbers of 16 bits, on the CPU.
         code: of the dtype, as in `WIRE_CODES`.
     """
     old, new = _bits_of(pair.old_N), _bits_of(pair.new_N)

@@ -27,10 +27,7 @@ def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Returns pruning up to `limit`, with leak 1: it sets elements of a copy to zero, in place.
-
-    It rounds to nearest.
-    """
+    """Returns pruning with leak 1: zeroes elements of a copy up to `limit`; rounds to nearest."""
     copy_N = grad_N.clone()
     residual_N, sum_N = torch.zeros(2, *grad_N.shape, device=grad_N.device)
 

@@ -190,8 +190,7 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 def wrong_bytes(case: Case) -> int:
     """Counts bytes of record, residual and sum that differ from the oracles' (small gradient)."""
     case = case.of_numel(ORACLE_NUMEL + 17)  # the codec's last tile is not full
-    # The oracles run on the CPU, with arguments on the CPU.
-    on_cpu, codec = Codec(replace(case, device=CPU)), Codec(case)
+    on_cpu, codec = Codec(replace(case, device=CPU)), Codec(case)  # `on_cpu`: for the oracles
     grad_N = on_cpu.case.gradient()
     record, residual_N = _by_oracle(on_cpu, grad_N)
     wrong = _wrong_sum(codec, on_cpu, record)
