@@ -70,9 +70,7 @@ def load_for_sweep(request: CalibrationOptions) -> ClusterModel | None:
 
 
 def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
-    """Runs one rank if a launcher has started this process, else starts all ranks.
-
-    Returns the exit code.
+    """Runs one rank if a launcher started this process, else all ranks; returns the exit code.
 
     Raises:
         ConfigError: flags contradict one another, there is one rank only, or the output file exists
@@ -130,11 +128,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
                 self._report(points, found)
 
     def _load_on_rank_0(self) -> tuple[bool, ClusterModel | None]:
-        """Loads on rank 0 the cluster file to which a sweep adds thresholds.
-
-        Returns:
-            Whether there is one, the same on all ranks; and, on rank 0 only, what it holds.
-        """
+        """Returns whether there is a file for a sweep to add to, and (rank 0 only) its cluster."""
         found = load_for_sweep(self._cases) if self.rank == 0 else None
         if found is not None:
             found.check_fingerprint(fingerprint(self._transport))
@@ -143,10 +137,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
         return bool(rows[0, 0]), found  # row 0 is rank 0's
 
     def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
-        """Sweeps the thresholds of each format.
-
-        Returns the best thresholds by format, and the time of every value that was tried.
-        """
+        """Sweeps thresholds; returns the best by format, and the time of every value tried."""
         size_bytes, repeats, step = (1 << 20, 3, 0.2) if self._cases.quick else (16 << 20, 7, 0.1)
         n = self.world_size
         numel = size_bytes // 4 // n * n  # fp32, and equal shards

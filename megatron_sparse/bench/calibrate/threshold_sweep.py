@@ -88,10 +88,7 @@ class RingRuns:
         self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
     def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:
-        """Returns the sum over the case's densities of a ring's seconds, the same on all ranks.
-
-        `ring` has the message format and the thresholds.
-        """
+        """Returns a ring's seconds, added up over the case's densities; the same on all ranks."""
         total_s = 0.0
         for density in self._case.densities:
             bucket, message = self._message(ring.format, op, density)
