@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_sparse.bench.exchange import collectives, frame
-from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, cases_of
+from megatron_sparse.bench.exchange.case import BucketCase, RankReducer, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, payload_rate
@@ -188,7 +188,7 @@ class TestInputs:
         """What a rank's selection leaves in its residual; both ranks have the same gradient."""
 
         def steps(transport):
-            path, bucket = BucketPath(case, sweep(), Groups(transport)), case.bucket(values_N, 2)
+            path, bucket = RankReducer(case, sweep(), Groups(transport)), case.bucket(values_N, 2)
             yield from path.steps(dataclasses.replace(bucket, grad_N=values_N.clone()), 0)
             return path.residual(bucket)
 

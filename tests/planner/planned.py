@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketPath
+from megatron_sparse.bench.exchange.case import RankReducer
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.config.level import NODE
@@ -54,7 +54,7 @@ def ran(case, sweep, cluster, gradients, byte_s=0.0):
     virtual = VirtualCluster(n, cluster.topology(n))
     members = members_of(virtual.transports[0].nodes) if case.level == NODE else []
     choice = LevelChoice(case.level, "as asked", tuple(map(tuple, members)))
-    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, choice)]
+    paths = [RankReducer(case, sweep, each) for each in virtual_groups(virtual, choice)]
 
     def start(transport):
         path, bucket = paths[transport.rank], case.bucket(gradients[transport.rank].clone(), n)

@@ -1,19 +1,18 @@
-"""`bench bucket`: one bucket's way from gradient to sum on this device, without a network.
+"""`bench bucket`: the time from one bucket's gradient to its sum on this device, without a network.
 
 One process is a group of one rank, so that links cost nothing: what remains is the plugin's own
-work, by the path that training takes (`GradientReducer` with residual, sampled threshold, error
-feedback and progress thread). Each row is checked on small integers first; a wrong one is not
-timed. The columns:
+work, as in training (`GradientReducer` with residual, sampled threshold, error feedback and
+progress thread). Each row is checked on small integers first; a wrong one is not timed. Columns:
 
 - `floor`: a copy that moves 16 bytes an element: gradient and residual are read, residual and sum
   are written. Nothing that holds a residual can move less.
-- `host`: what the calls that start the bucket and await it take the training thread.
+- `host`: the training thread's time in the calls that start the bucket and await it.
 - `waits`: how often the host waited for the device between those calls, as torch's sync debug mode
   counts them. Null on a CPU, where nothing waits.
 - `busy` and `both`: a compute kernel alone, about as long as the bucket, and beside the bucket, as
   in a backward pass. `hidden` is the share of the shorter one that costs no time.
 
-CUDA_DEVICE_MAX_CONNECTIONS counts: with 1 hardware queue kernels of two streams may wait for one
+CUDA_DEVICE_MAX_CONNECTIONS matters: with 1 hardware queue kernels of two streams may wait for one
 another.
 """
 
@@ -87,10 +86,10 @@ class BucketRow(CellRow):
 
 
 class BucketBench(CollectiveBench):
-    """A group of this process alone; see the module's docstring.
+    """Measures buckets in a group of this process alone; its cases are those of `CollectiveBench`.
 
     Args:
-        sweep: what to measure.
+        sweep: sizes, schemes and numbers of runs.
     """
 
     def __init__(self, sweep: BucketSweep) -> None:
@@ -110,10 +109,10 @@ class BucketBench(CollectiveBench):
         """Checks each size and scheme, times it if no element is wrong, and yields its row."""
         queues = os.environ.get(QUEUES)
         for case in cases_of(self._cases, world_size=1):
-            wrong, carried_by = self._check(case)
+            wrong, scheme = self._check(case)
             row = BucketRow(
                 bytes=case.nbytes,
-                scheme=carried_by,
+                scheme=scheme,
                 queues=None if queues is None else int(queues),
                 wrong=wrong,
             )
@@ -125,10 +124,10 @@ class BucketBench(CollectiveBench):
         """Times the case on normal values, and fills in the row's times and waits."""
         base_N = case.normal_values(0).to(self._device)
         bucket = case.bucket(torch.empty_like(base_N), 1)
-        reducer, steps = self._path(case).reducer, count()
+        reducer, steps = self._rank_reducer(case).reducer, count()
 
         def start() -> Pending:
-            """Launches the bucket as the next step."""
+            """Launches the bucket; each launch is another training step."""
             return reducer.start(bucket, next(steps))
 
         def synchronise(work: Callable[[], object] = lambda: None) -> None:
@@ -175,24 +174,25 @@ class BucketBench(CollectiveBench):
         return lambda: [product() for _ in range(products)]
 
     def _host_us(self, start: Callable[[], Pending], before: Callable[[], object]) -> float:
-        """Microseconds from the launch until a training loop would go on to the optimizer.
+        """The training thread's microseconds to start a bucket and wait until the sum is queued.
 
-        `before` is not timed, nor is the device's work that is still queued at the end.
+        A training loop would now call the optimizer. Neither `before` nor the device's queued work
+        is timed.
         """
         before()
-        self._meet()
+        self._barrier()
         start_s = time.perf_counter()
         pending = start()
         pending.wait_until_queued()
         spent_us = (time.perf_counter() - start_s) * 1e6
-        pending.confirm()
+        pending.confirm()  # the job must end before the next one
         return spent_us
 
     def _waits(self, action: Callable[[], object]) -> int | None:
         """How often torch sees the host wait for the device; None on a CPU."""
         if self._device.type != "cuda":
             return None
-        self._meet()
+        self._barrier()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -200,7 +200,7 @@ class BucketBench(CollectiveBench):
                 action()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        # torch's warning about a wait has this word.
+        # torch's warning that an operation waits has this word.
         return sum("synchronizing" in str(warning.message) for warning in caught)
 
 

@@ -1,13 +1,15 @@
-"""A case of `bench collectives`: a collective on one size and density, its inputs and its way.
+"""A case of `bench collectives`: a collective on one size and density, its inputs and its reducer.
 
-Two inputs for each case. Small integers serve to count `#wrong`: as many peaks as the case's
-density selects, and plus or minus one elsewhere. They are so small that every sum of them is exact
-in the gradient's dtype, in any order. Values that travel in few bits are no integers: their sum may
-be off by the rounding of the additions, whose order is the scheme's. Normal values, independent on
-each rank, serve for timing: selection keeps elements at independent uniform positions.
+Each case has two inputs. Small integers serve to count `#wrong`: as many peaks (of magnitude
+`SMALLEST_PEAK` or more) as the case's density selects, and plus or minus one elsewhere. Every sum
+of them is exact in the gradient's dtype, in any order. Quantised values (sent in few bits) are no
+integers: their sum may be off by the rounding of the additions, whose order is the scheme's. Normal
+values, independent on each rank, serve for timing: selection keeps elements at independent uniform
+positions.
 
-The way is the reducer of training. Between processes a progress thread drives it; virtual ranks are
-driven step by step.
+The reducer is that of training. Between processes a progress thread drives it; virtual ranks are
+driven step by step. What a rank has sent is its gradient plus its residual before the step, less
+its residual after the step.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 
 CHECK_STEPS = 2
-"""The second step has a residual, and buffers that are not new."""
+"""Steps that are checked: the second one has a residual, and buffers that are not new."""
 SMALLEST_PEAK, LARGEST_PEAK = 3, 7
 CHUNK = 1 << 20
 """Elements whose sums are compared at once: fp64 values of all ranks take memory."""
@@ -57,8 +59,8 @@ class BucketCase:
         dtype: of the gradient: fp32, bf16 or fp16.
         density: target of the selection; 1 for dense schemes.
         numel: elements, a multiple of the number of ranks.
-        value_bits: in which values travel, as `compression.value_bits`; None: whole.
-        sum_bits: as `scheme.sum_bits`.
+        value_bits: of each value sent, as `compression.value_bits`; None: not quantised.
+        sum_bits: of each gathered sum, as `scheme.sum_bits`; None: not quantised.
         level: as `compression.level`: rank or node.
     """
 
@@ -77,9 +79,9 @@ class BucketCase:
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
     def config(self, sweep: CollectiveSweep, world_size: int) -> SparseConfig:
-        """The case's configuration, checked; its first step is at the target density already.
+        """Makes the case's configuration; step 0 has the target density already.
 
-        For schemes that skip a straggler, it is the last rank.
+        Schemes that skip a straggler skip the last rank, which `--delay-ms` delays.
         """
         scheme = entry_of(self.scheme)
         message_format = "auto" if scheme.own_format else sweep.message_format
@@ -104,16 +106,16 @@ class BucketCase:
 
     @property
     def rounds(self) -> bool:
-        """Whether values or sums travel in few bits."""
+        """Whether values or sums are quantised, so that integers do not stay integers."""
         few_bits = self.value_bits is not None or self.sum_bits is not None
         return few_bits or entry_of(self.scheme).sends_whole
 
     def count_wrong(self, results: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> int:
-        """Elements that are not the sum of the values that ranks have sent.
+        """Counts the elements of the results that are not the sum of what the ranks have sent.
 
         Args:
-            results: the same part of the sum [M] on one rank or several, in the gradient's dtype.
-            sent: fp32 [M] of each rank: what the gradient and the residual have lost.
+            results: the same part of the sum [M] from one rank or several, in the gradient's dtype.
+            sent: of each rank fp32 [M], what it has sent (see the module's docstring).
         """
         wrong = 0
         for start in range(0, len(results[0]), CHUNK):
@@ -121,8 +123,9 @@ class BucketCase:
             sent_nC = torch.stack([values_M[part] for values_M in sent]).double()
             exact_C, slack = sent_nC.sum(0), 0.0
             if self.rounds:
-                # n - 1 fp32 additions in any order, and three of an owner that rounds its sum. A
-                # wrong value would be off by a step of its group, which is 2^12 times as much.
+                # Each of n + 2 fp32 operations may round: n - 1 additions in any order, and three
+                # where a sum's owner quantises it. A wrong value would be off by a quantisation
+                # step, 2^12 times as much.
                 slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
             dtype = results[0].dtype
             low_C = (exact_C - slack).float().to(dtype)
@@ -134,12 +137,12 @@ class BucketCase:
         return wrong
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
-        """One pruned parameter that is the whole bucket."""
+        """Makes a bucket with one parameter, which is pruned."""
         parameters = [ParameterSlice("weight", 0, self.numel)]
         return Bucket("bench", grad_N, parameters, self.op, world_size)
 
     def owned(self, rank: int, world_size: int) -> slice:
-        """The elements of the sum that a rank ends up with."""
+        """The elements whose sums a rank gets: all of them, or its shard of a reduce-scatter."""
         if self.op is CollectiveOp.ALL_REDUCE:
             return slice(None)
         shard = self.numel // world_size
@@ -151,19 +154,18 @@ class BucketCase:
         return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
 
     def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
-        """A rank's gradient for counting `#wrong`, in one of `CHECK_STEPS` steps.
+        """Makes a rank's gradient for counting `#wrong` in `step`, 0 to `CHECK_STEPS` - 1.
 
         Raises:
             ConfigError: the sums of so many ranks are not exact in the dtype.
         """
-        # A peak that was not sent in one step is added to that of the next, so that a sum has up
-        # to `CHECK_STEPS` peaks of each rank.
+        # A peak that was not sent stays in the residual and is added to that of the next step: a
+        # sum has up to `CHECK_STEPS` peaks of each rank.
         largest = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
-        most = EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)
-        countable = f"at most {most} to count #wrong in {self.dtype}; measure fp32"
-        check_arguments(
-            CollectiveSweep.NAME, [("ranks", world_size, world_size <= most, countable)]
-        )
+        most_ranks = EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)
+        countable = f"at most {most_ranks} to count #wrong in {self.dtype}; measure fp32"
+        fits = world_size <= most_ranks
+        check_arguments(CollectiveSweep.NAME, [("ranks", world_size, fits, countable)])
         generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
         values = torch.randint(SMALLEST_PEAK, largest + 1, (self.numel,), generator=generator)
         is_low = torch.rand(self.numel, generator=generator) >= self.density
@@ -174,13 +176,10 @@ class BucketCase:
 
 
 def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
-    """The sweep's cases, each once: the size changes least often, level and scheme most often.
-
-    So the schemes that one wants to compare stand in neighbouring rows.
+    """Lists the sweep's cases, each once, so ordered that neighbouring rows compare schemes.
 
     Raises:
-        ConfigError: there is no case; or, by `_cases`, a gradient has fewer elements than there
-            are ranks.
+        ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
     """
     cases = list(dict.fromkeys(_cases(sweep, world_size)))
     if not cases:
@@ -199,9 +198,9 @@ def entry_of(scheme: str) -> Scheme:
 
 
 def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
-    """Yields the cases of all options' combinations that the schemes can run.
+    """Yields the case of each combination of options that its scheme can run.
 
-    Dense schemes come again with every density and number of bits: the same case.
+    For a dense scheme several densities and numbers of bits yield the same case.
     """
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
         shard = size // VALUE_DTYPES[dtype].itemsize // world_size
@@ -212,21 +211,21 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
             sweep.densities, sweep.value_bits, sweep.schemes, sweep.levels
         ):
             scheme, bits = entry_of(name), None if asked_bits == WHOLE_BITS else asked_bits
-            if not _runs(scheme, op, bits, level):
+            if not _can_run(scheme, op, bits, level):
                 continue
             if scheme.sends_whole:
-                bits = dense_value_bits(bits)  # it has no values in full
+                bits = dense_value_bits(bits)  # `dense_q` always quantises
             elif scheme.takes is Input.DENSE:
-                bits = None
+                bits = None  # the other dense schemes never do
             sum_bits = _sum_bits(scheme, op, bits, sweep)
             target = 1.0 if scheme.takes_all else density
             yield BucketCase(op, name, dtype, target, numel, bits, sum_bits, level)
 
 
-def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> bool:
-    """Whether the bench runs a scheme with this operation, level and bits; None: values in full."""
-    # A level says what is added up before the selection: dense schemes select nothing. The late
-    # rank of `BucketCase.config` is numbered among all ranks; at another level it would be a node.
+def _can_run(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> bool:
+    """Whether a scheme has this operation, level and bits of a value; None: not quantised."""
+    # Level `node` adds up a node's gradients before the selection; dense schemes select nothing. At
+    # that level a straggler would be a node, but `BucketCase.config` names a rank.
     has_level = level == RANK or not (scheme.takes is Input.DENSE or scheme.skips_straggler)
     can_round = not scheme.sends_whole or bits in DENSE_VALUE_BITS
     has_bits = bits is None or (scheme.own_format is None and can_round)
@@ -236,9 +235,10 @@ def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> boo
 def _sum_bits(
     scheme: Scheme, op: CollectiveOp, bits: int | None, sweep: CollectiveSweep
 ) -> int | None:
-    """The bits in which a scheme gathers sums, if it can (see `config.bits`); None: whole.
+    """Returns the bits of a sum that a scheme's all-gather sends; None: it is not quantised.
 
-    If the options name none, sums of values in few `bits` travel as `scheme.sum_bits=auto`.
+    Without the option `--sum-bits` they are those of `scheme.sum_bits=auto` if values are quantised
+    (`bits`). A sum is quantised only as Rice, where its owner's residual takes the error.
     """
     sum_bits = sweep.sum_bits
     if sum_bits is None and bits is not None:
@@ -250,13 +250,13 @@ def _sum_bits(
     return sum_bits if can_round and sum_bits != WHOLE_BITS else None
 
 
-class BucketPath:
-    """One rank's reducer, with residuals that begin at zero and selections that all count.
+class RankReducer:
+    """One rank's reducer for a case; residuals begin at zero, and no step is ever undone.
 
     Args:
         case: what is synchronised.
-        sweep: how.
-        groups: of the rank.
+        sweep: options that all cases share.
+        groups: the groups that the rank is in.
         progress: drives the reducer; None for virtual ranks, which call `steps`.
     """
 
@@ -275,30 +275,29 @@ class BucketPath:
             Planner(config.compression, config.scheme),
             self.residuals,
             NullSink(),
-            progress,  # type: ignore[arg-type] - virtual ranks launch nothing
+            progress,  # type: ignore[arg-type] - `steps` does not use it
         )
 
     def run(self, bucket: Bucket, step: int) -> BucketRecord:
-        """Synchronises a bucket as training does; returns its record."""
+        """Synchronises a bucket as training does; returns the record of times and bytes."""
         pending = self.reducer.start(bucket, step)
         pending.wait()
-        assert isinstance(pending.record, BucketRecord), "of a bucket"
+        assert isinstance(pending.record, BucketRecord), "a bucket's job has such a record"
         return pending.record
 
     def steps(
         self, bucket: Bucket, step: int, timer: StageTimer | None = None
     ) -> Generator[Any, None, BucketRecord]:
-        """Synchronises a bucket on a virtual rank; the cluster drives it. Returns its record.
-
-        It leaves out the job's gates, which order several jobs of a rank: here there is one.
-        """
+        """Synchronises on a virtual rank: yields what its cluster waits for, returns the record."""
         job = self.reducer.job(bucket, step)
         job.record.timer = timer or job.record.timer
+        # Gates order the jobs of a rank: here there is one job.
         yield from without(self.reducer.synchronise(job), Gate)
         return job.record
 
     def residual(self, bucket: Bucket) -> torch.Tensor:
-        """A copy of the rank's residual, fp32 [N] as the bucket; zero before the first step."""
+        """A copy of the rank's residual, fp32 [N]; zero before the first step."""
+        # At level `node` a rank has a residual of a part of the bucket; elsewhere the copy is zero.
         part = self.reducer.part(bucket)
         if part.name not in self.residuals:
             return torch.zeros(bucket.numel, device=bucket.grad_N.device)

@@ -1,13 +1,14 @@
 """`bench collectives`: every scheme beside the backend's dense collective, as nccl-tests does it.
 
 `#wrong` counts the elements, on small integers, that differ from the exact sum of what the ranks
-selected; a row that has any is not timed.
+sent (`case`); a row that has any is not timed.
 
-Between processes it times the path that training uses: `GradientReducer` with its residual, sampled
+Between processes it times what training does: `GradientReducer` with its residual, sampled
 threshold, error feedback, progress thread and planner. A round is the scheme and the backend's own
-dense collective, each after a barrier and on fresh values; filling them in is not timed. They take
-turns at going first, so that a slowdown of the machine affects both. With `--delay-ms` the last
-rank comes so much later, and time counts from its arrival on.
+dense collective, each after a barrier and on fresh values; copying the values is not timed. They
+take turns at going first, so that a slowdown of the machine affects both. With `--delay-ms` the
+last rank starts so much later, and time counts from its start on. For the scheme `auto` the planner
+chooses another one, which carries the bucket (`carried_by`).
 
 On virtual ranks `time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local
 work takes no time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over
@@ -28,10 +29,10 @@ from megatron_sparse.bench.exchange.case import (
     CHECK_STEPS,
     CHUNK,
     BucketCase,
-    BucketPath,
+    RankReducer,
     cases_of,
 )
-from megatron_sparse.bench.exchange.frame import Bench, typed
+from megatron_sparse.bench.exchange.frame import Bench, with_typed_errors
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
@@ -55,18 +56,18 @@ LINK_ROUNDS = 7
 LINK_BYTES = 8 << 20
 VIRTUAL = "virtual"
 BYTES_AN_ELEMENT = 40
-"""Most tensors that a virtual rank holds: gradient, input, residual before and after, sums,
-messages."""
+"""Memory of a virtual rank at most: gradient, input, residual (twice), sums, messages."""
 
 
 class CollectiveBench(Bench[CollectiveSweep]):
-    """See the module's docstring."""
+    """`bench collectives` on real ranks, or on virtual ones; see the module's docstring."""
 
     def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
-        late_us = sweep.delay_ms * 1e3
+        delay_us = sweep.delay_ms * 1e3
         # Cells that are the same in every row.
-        self._place = {"transport": self.backend, "mbit": sweep.mbit, "delay_us": late_us}
+        self._fixed = {"transport": self.backend, "mbit": sweep.mbit, "delay_us": delay_us}
+        # Made when a case first has level `node`: inside this rank's node, and across nodes.
         self._level_transports: list[ProcessGroupTransport] = []
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -76,19 +77,19 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     @classmethod
     def check(cls, cases: CollectiveSweep, ranks: int, *, virtual: bool) -> None:
-        """Refuses options that do not fit."""
+        """Refuses NCCL's engine on virtual ranks, and cases that do not fit the number of ranks."""
         can_run = not (cases.nccl_engine and virtual)
         check_arguments(
             cases.NAME, [("nccl_engine", True, can_run, "false: virtual ranks have no NCCL")]
         )
-        cases_of(cases, ranks)  # raises where a case does not fit
+        cases_of(cases, ranks)  # called for its errors only
 
     def rows(self) -> Iterator[CellRow]:
         """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
         wire_rate = self._wire_rate()
         for case in cases_of(self._cases, self.world_size):
             wrong, carried_by = self._check(case)
-            row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **self._place)
+            row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **self._fixed)
             if not wrong:
                 self._time(case, row, wire_rate)
             yield row
@@ -99,23 +100,21 @@ class CollectiveBench(Bench[CollectiveSweep]):
         n = topology.world_size
         to_run = cases_of(cases, n)
         needed = max(case.numel for case in to_run) * n * BYTES_AN_ELEMENT
-        # All ranks are in this process: with more it would swap.
+        # All ranks are in this process, which must not swap.
         free = free_memory_bytes()
-        expected = (
-            f"fewer: they need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
-        )
-        check_arguments(cases.NAME, [("ranks", n, needed <= free, expected)])
+        fewer = f"fewer: they need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
+        check_arguments(cases.NAME, [("ranks", n, needed <= free, fewer)])
         for case in to_run:
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
-            place = {"transport": VIRTUAL, "delay_us": cases.delay_ms * 1e3}
-            row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **place)
+            fixed = {"transport": VIRTUAL, "delay_us": cases.delay_ms * 1e3}
+            row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **fixed)
             if not wrong:
                 _model(case, row, cases, topology)
             yield row
 
     def _wire_rate(self) -> float:
-        """Payload bytes a second that each rank's link carries, measured unless it is known."""
+        """Payload bytes a second of each rank's link: as `--mbit` says, else measured on a ring."""
         if self._cases.mbit is not None:
             return payload_rate(self._cases.mbit)
         sweep, clock = LinkSweep((LINK_BYTES,), LINK_ROUNDS, rounds=1), host_clock(self._device)
@@ -126,36 +125,35 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """Synchronises small integers, and compares results with the sum of what ranks sent.
 
         Returns:
-            How many elements differ, on all ranks, and the scheme that the planner took.
+            How many elements differ, on all ranks, and the scheme that carried the bucket.
         """
-        path, record = self._path(case), None
+        rank_reducer, record = self._rank_reducer(case), None
         grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
         bucket = case.bucket(grad_N, self.world_size)
         wrong = 0
         for step in range(CHECK_STEPS):
             integers_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
             grad_N.copy_(integers_N)
-            before_N = path.residual(bucket)
-            self._arrive()
-            record = path.run(bucket, step)
-            # The residual keeps what this rank did not send.
-            sent_N = integers_N.float() + before_N - path.residual(bucket)
+            residual_N = rank_reducer.residual(bucket)
+            self._delay_last_rank()
+            record = rank_reducer.run(bucket, step)
+            sent_N = integers_N.float() + residual_N - rank_reducer.residual(bucket)
             wrong += self._wrong_elements(case, grad_N, sent_N)
-        assert record is not None, "there are steps"
+        assert record is not None, "there is a step at least"
         return self._count(wrong), record.scheme
 
     def _wrong_elements(self, case: BucketCase, grad_N: torch.Tensor, sent_N: torch.Tensor) -> int:
-        """Counts wrong elements in this rank's part of the sum; every rank takes part.
+        """Counts the wrong elements among the sums that this rank gets. Collective.
 
-        It gathers what all ranks sent, and so uses none of the reductions under test.
+        It gathers what each rank has sent, and so uses none of the reductions under test.
         """
         own = range(case.numel)[case.owned(self.rank, self.world_size)]
-        # Unrounded values are small integers still: int8 makes the gathers short.
+        # Without quantisation a rank sends small integers only: as int8 they are gathered faster.
         sent_N, wrong = sent_N if case.rounds else sent_N.to(torch.int8), 0
         for start in range(0, case.numel, CHUNK):
             sent_nC = self._gather(sent_N[start : start + CHUNK])
             low, high = max(start, own.start), min(start + CHUNK, own.stop)
-            if low < high:  # this rank owns a part of the chunk
+            if low < high:  # this rank gets sums in this chunk
                 own_sent = [values_C[low - start : high - start] for values_C in sent_nC]
                 wrong += case.count_wrong([grad_N[low:high]], own_sent)
         return wrong
@@ -165,7 +163,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
         `wire_rate` is that of this rank's link, in payload bytes a second.
         """
-        sweep, path = self._cases, self._path(case)
+        sweep, rank_reducer = self._cases, self._rank_reducer(case)
         base_N = case.normal_values(self.rank).to(self._device)
         bucket = case.bucket(base_N.clone(), self.world_size)
         spare_N = base_N.clone()
@@ -174,32 +172,32 @@ class CollectiveBench(Bench[CollectiveSweep]):
             """Synchronises fresh values; returns this rank's figures `MEASURED`."""
             bucket.grad_N.copy_(base_N)
             records: list[BucketRecord] = []
-            total_us = self._since_last(lambda: records.append(path.run(bucket, step)))
+            total_us = self._from_last_start(lambda: records.append(rank_reducer.run(bucket, step)))
             figures = figures_of(records[0], total_us)
             return [figures[name] for name in MEASURED]
 
         def dense(_: int) -> list[float]:
             """Microseconds of the backend's dense collective."""
             spare_N.copy_(base_N)
-            return [self._since_last(lambda: self._dense(case, spare_N))]
+            return [self._from_last_start(lambda: self._dense(case, spare_N))]
 
         figures, row.foreign_load = self._in_turn([scheme, dense], sweep.warmup, sweep.iters)
         scheme_nRM, dense_nR1 = figures
         row.measured(scheme_nRM, dense_nR1.squeeze(-1), wire_rate)
 
-    def _since_last(self, action: Callable[[], object]) -> float:
-        """This rank's microseconds from the last rank's arrival on."""
-        return self._timed(lambda: (self._arrive(), action())) - self._cases.delay_ms * 1e3
+    def _from_last_start(self, action: Callable[[], object]) -> float:
+        """Runs the action; returns this rank's microseconds since the last rank has started it."""
+        return self._timed(lambda: (self._delay_last_rank(), action())) - self._cases.delay_ms * 1e3
 
-    def _arrive(self) -> None:
+    def _delay_last_rank(self) -> None:
         if self.rank == self.world_size - 1:
             time.sleep(self._cases.delay_ms * 1e-3)
 
-    def _path(self, case: BucketCase) -> BucketPath:
-        return BucketPath(case, self._cases, self._groups(case), self._progress)
+    def _rank_reducer(self, case: BucketCase) -> RankReducer:
+        return RankReducer(case, self._cases, self._groups(case), self._progress)
 
     def _groups(self, case: BucketCase) -> Groups:
-        """All ranks, and at level `node` this rank's node and lane. Collective."""
+        """All ranks; at level `node` also this rank's node, and its lane: one rank of each node."""
         config = case.config(self._cases, self.world_size)
         choice = choose_level(config, self._transport.nodes)
         if choice.level != NODE:
@@ -213,21 +211,21 @@ class CollectiveBench(Bench[CollectiveSweep]):
         return Groups(self._transport, level=LevelGroups(inside, across))
 
     def _dense(self, case: BucketCase, values_N: torch.Tensor) -> None:
-        """The collective of training without the plugin."""
+        """Runs the backend's own collective, as training without the plugin does."""
         if case.op is CollectiveOp.ALL_REDUCE:
-            typed(lambda: dist.all_reduce(values_N))
+            with_typed_errors(lambda: dist.all_reduce(values_N))
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
-            typed(lambda: _reduce_scatter(own_M, values_N))
+            with_typed_errors(lambda: _reduce_scatter(own_M, values_N))
 
 
 def _model(
     case: BucketCase, row: CollectiveRow, sweep: CollectiveSweep, topology: Topology
 ) -> None:
-    """Runs the case and its dense collective on virtual ranks, and fills in the row's figures."""
+    """Fills in the figures of a row: runs its case and the dense collective on virtual ranks."""
     n = topology.world_size
     dense = BucketCase(case.op, "dense", case.dtype, 1.0, case.numel)
-    dense_s = VirtualRanks(dense, sweep, topology).run_timed()[0]
+    dense_s, _ = VirtualRanks(dense, sweep, topology).run_timed()
     modelled_s, records = VirtualRanks(case, sweep, topology).run_timed()
     times_us = [record.timer.times_us() for record in records]  # of each rank, by stage
     mean_us = {stage: sum(of_rank[stage] for of_rank in times_us) / n for stage in times_us[0]}
@@ -243,7 +241,7 @@ def _model(
 
 
 class _Outcome(NamedTuple):
-    """A rank's outcome of a step: its part of the result, its contribution, and what it sent."""
+    """One rank's outcome of a step: the sums that it gets, what it has sent, times and bytes."""
 
     result: torch.Tensor
     sent_N: torch.Tensor
@@ -251,10 +249,10 @@ class _Outcome(NamedTuple):
 
 
 class VirtualRanks:
-    """All ranks of a case, on a cluster whose clock begins at 0.
+    """All ranks of a case in this process, on a virtual cluster whose clock begins at 0.
 
     Attributes:
-        carried_by: the scheme that the planner took; known after a run.
+        carried_by: the scheme that carried the bucket; known after a run.
     """
 
     carried_by: str
@@ -262,25 +260,25 @@ class VirtualRanks:
     def __init__(self, case: BucketCase, sweep: CollectiveSweep, topology: Topology) -> None:
         self._case, self._delay_s = case, sweep.delay_ms * 1e-3
         self._cluster = VirtualCluster(topology.world_size, topology)
-        # The level says which ranks add up before they select, and so the groups of each rank.
+        # The level determines the groups of each rank.
         choice = choose_level(case.config(sweep, topology.world_size), topology.nodes)
-        self._paths = [  # by rank: its reducer
-            BucketPath(case, sweep, groups) for groups in virtual_groups(self._cluster, choice)
+        self._rank_reducers = [
+            RankReducer(case, sweep, groups) for groups in virtual_groups(self._cluster, choice)
         ]
 
     def run_timed(self) -> tuple[float, list[BucketRecord]]:
-        """Seconds from the last rank's arrival on, and each rank's record, of values for timing."""
-        gradients = [self._case.normal_values(rank) for rank in range(len(self._paths))]
+        """Synchronises normal values; returns seconds from the last start, and ranks' records."""
+        gradients = [self._case.normal_values(rank) for rank in range(len(self._rank_reducers))]
         outcomes = self._run(gradients, 0)
         return self._cluster.modelled_s - self._delay_s, [outcome.record for outcome in outcomes]
 
     def count_wrong(self) -> int:
-        """Elements of all results that differ from the sum of what was sent of small integers."""
+        """Synchronises small integers; counts the wrong elements of all ranks' results."""
         return sum(self._wrong(step) for step in range(CHECK_STEPS))
 
     def _wrong(self, step: int) -> int:
-        """Synchronises small integers once; counts the wrong elements of all ranks' results."""
-        case, n = self._case, len(self._paths)
+        """Does `count_wrong` for one step."""
+        case, n = self._case, len(self._rank_reducers)
         outcomes = self._run([case.small_integers(rank, n, step) for rank in range(n)], step)
         results = [outcome.result for outcome in outcomes]
         sent = [outcome.sent_N for outcome in outcomes]
@@ -293,7 +291,7 @@ class VirtualRanks:
         return wrong
 
     def _run(self, gradients: list[torch.Tensor], step: int) -> list[_Outcome]:
-        """Synchronises each rank's gradient; notes the scheme, and returns each rank's outcome."""
+        """Synchronises each rank's gradient; sets `carried_by`, returns each rank's outcome."""
         outcomes = self._cluster.run(
             lambda transport: self._steps(transport, gradients[transport.rank], step)
         )
@@ -301,17 +299,18 @@ class VirtualRanks:
         return outcomes
 
     def _steps(
-        self, transport: VirtualTransport, given_N: torch.Tensor, step: int
+        self, transport: VirtualTransport, input_N: torch.Tensor, step: int
     ) -> Generator[Any, None, _Outcome]:
-        """One rank's synchronisation of its gradient `given_N`; the last rank starts late."""
-        rank, n, path = transport.rank, len(self._paths), self._paths[transport.rank]
-        bucket = self._case.bucket(given_N.clone(), n)
-        before_N = path.residual(bucket)
+        """Synchronises one rank's gradient `input_N`; yields what the cluster waits for."""
+        rank, n = transport.rank, len(self._rank_reducers)
+        rank_reducer = self._rank_reducers[rank]
+        bucket = self._case.bucket(input_N.clone(), n)  # the sum will replace the copy
+        residual_N = rank_reducer.residual(bucket)
         if rank == n - 1:
-            transport.charge(self._delay_s)
-        record = yield from path.steps(bucket, step)
-        # The residual of now: with `scheme.sum_bits` the collective adds what the sum has lost.
-        sent_N = given_N.float() + before_N - path.residual(bucket)
+            transport.charge(self._delay_s)  # the last rank starts late
+        record = yield from rank_reducer.steps(bucket, step)
+        # Read after the collective, which adds to the residual what `scheme.sum_bits` rounds off.
+        sent_N = input_N.float() + residual_N - rank_reducer.residual(bucket)
         return _Outcome(bucket.grad_N[self._case.owned(rank, n)], sent_N, record)
 
 

@@ -1,8 +1,9 @@
 """How a bench of this folder runs: starts its ranks, prints its table, writes its JSON lines.
 
-The ranks are processes of this machine over loopback, hosts of the network test bed, those of an
-existing launch (torchrun, srun), or virtual. Rank 0 prints and writes. If several ranks find an
-error, the first of them reports it. On CUDA devices the backend is NCCL; that has not been run.
+The ranks are processes of this machine over loopback or on hosts of the network test bed (network
+namespaces with limited links), those that torchrun or srun has started, or virtual: simulated in
+this process. Rank 0 prints and writes. If several ranks find an error, the first of them reports
+it. On CUDA devices the backend is NCCL; that has not been run.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
 from megatron_sparse.transport.peer_links import check_gloo_interfaces
 
 LINGER_S = 5.0
+"""How long a failing rank 0 stays at most, so that other ranks can read the first exit code."""
 
 Turn = Callable[[int], Sequence[float]]
 """One action of a round, called with the round's number; returns this rank's figures of it."""
 
 
 class Bench[Cases: Rounds | CalibrationOptions]:
-    """A bench, and one rank's part of it between real ranks.
+    """One rank of a bench between real ranks; class methods measure virtual ranks instead.
 
-    A context manager that ends this rank's threads and its group.
+    A context manager that ends this rank's threads and its process group.
 
     Args:
-        cases: its options, the same on every rank.
-        store: where the ranks meet.
+        cases: the bench's options, the same on every rank.
+        store: torch's, for `init_process_group`.
         rank: of this process.
-        world_size: processes.
+        world_size: number of ranks.
         nccl_engine: `scheme.nccl_engine`.
 
     Raises:
@@ -78,7 +80,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         )
         check_kernels_of_all(self._device)
         world = dist.group.WORLD
-        assert world is not None, "just made"
+        assert world is not None, "`init_process_group` has made it"
         self._transport = ProcessGroupTransport(
             world, cases.timeout_s, self._device, nccl_engine=nccl_engine
         )
@@ -94,7 +96,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             dist.destroy_process_group()
 
     def rows(self) -> Iterator[CellRow]:
-        """Every case, on every rank; the rows are the same on all.
+        """Measures every case and yields its row. Collective; the rows are the same on all ranks.
 
         Raises:
             CommunicationError: a rank is gone or does something else.
@@ -103,7 +105,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         raise NotImplementedError
 
     def shown_rows(self, json_path: Path | None) -> list[Any]:
-        """All rows, on every rank; rank 0 prints and writes them as well."""
+        """Measures and returns all rows; rank 0 also prints them and writes the JSON file."""
         if self.rank:
             return list(self.rows())
         where = f"{self.world_size} ranks, {self.backend}, hosts: {len(self.nodes)}"
@@ -111,10 +113,10 @@ class Bench[Cases: Rounds | CalibrationOptions]:
 
     @classmethod
     def virtual_rows(cls, cases: Cases, topology: Topology) -> Iterator[CellRow]:
-        """Every case on virtual ranks.
+        """Measures every case on virtual ranks and yields its row.
 
         Raises:
-            ConfigError: they do not fit into this machine's memory.
+            ConfigError: the ranks do not fit into this machine's memory.
             MegatronSparseError: a collective refuses a case.
         """
         raise NotImplementedError
@@ -139,30 +141,30 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             For each action fp64 [n, R, M]: the M figures of n ranks in the R rounds after the
             warm-up; and the share of the machine that other programs took in these rounds.
         """
-        rounds: list[list[Sequence[float]]] = [[] for _ in turns]  # of each action, its figures
+        rounds: list[list[Sequence[float]]] = [[] for _ in turns]  # by action and round
         load = HostLoad()
         for number in range(warmup + iters):
             if number == warmup:
                 load = HostLoad()  # counts from here on
-            for place in range(len(turns)):
-                index = (place + number) % len(turns)
+            for offset in range(len(turns)):
+                index = (number + offset) % len(turns)
                 rounds[index].append(turns[index](number))
         share = self._foreign_load(load)
         own = [torch.tensor(figures[warmup:], dtype=torch.float64) for figures in rounds]
         return [self._gather(own_RM) for own_RM in own], share
 
     def _timed(self, action: Callable[[], object]) -> float:
-        """This rank's microseconds until its device has done the action; all begin together."""
-        self._meet()
+        """Runs an action on all ranks at once; returns microseconds until this device is idle."""
+        self._barrier()
         start_s = time.perf_counter()
         action()
         self._wait_for_device()
         return (time.perf_counter() - start_s) * 1e6
 
-    def _meet(self) -> None:
-        """Returns on all ranks at about the same time, with nothing left to do."""
+    def _barrier(self) -> None:
+        """Returns on all ranks at about the same time, when their devices are idle."""
         self._wait_for_device()
-        typed(dist.barrier)
+        with_typed_errors(dist.barrier)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
@@ -182,18 +184,15 @@ class Bench[Cases: Rounds | CalibrationOptions]:
     def _foreign_load(self, load: HostLoad) -> float:
         """The share of the machines that other programs took since `load` was made."""
         spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
-        available_s, used_s, own_s = spent.unbind(1)  # each [n], in core-seconds
-        # Hosts of the test bed have names of their own and are one machine all the same.
+        # All hosts of the test bed are on one machine, although `nodes` counts each by its name.
         machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
-        return foreign_share(
-            float(available_s.mean()) * machines,
-            float(used_s.mean()) * machines,
-            float(own_s.sum()),
-        )
+        # Each rank has measured its whole machine; the mean stands for one machine.
+        available_s, used_s, _ = spent.mean(0).tolist()
+        return foreign_share(available_s * machines, used_s * machines, float(spent[:, 2].sum()))
 
 
-def typed(operation: Callable[[], object]) -> None:
-    """Runs one of torch's own collectives.
+def with_typed_errors(operation: Callable[[], object]) -> None:
+    """Runs one of torch's own collectives; its error becomes one of this package's types.
 
     Raises:
         CommunicationError: a rank is gone, or time is up.
@@ -215,15 +214,15 @@ def as_rank[Group: Bench[Any], Result](
     *,
     timeout_s: float = default_pg_timeout.total_seconds(),
 ) -> Result:
-    """Runs one rank's part; RANK and WORLD_SIZE must be set.
+    """Makes this process a rank of a bench and runs an action there; returns the action's result.
 
-    A typed error ends the process with its exit code. If several ranks find it, only the first of
-    them prints it.
+    RANK, WORLD_SIZE and the like must be set. An error of this package ends the process with its
+    exit code. If several ranks fail, only the first of them prints its error.
 
     Args:
-        make: the group of this process, from the store, its rank and the number of ranks.
-        action: what to do in it.
-        timeout_s: for all ranks to meet.
+        make: makes the bench from the store, this rank and the number of ranks.
+        action: called with the bench.
+        timeout_s: how long to wait for all ranks.
 
     Raises:
         CommunicationError: rank 0 cannot be reached.
@@ -235,25 +234,25 @@ def as_rank[Group: Bench[Any], Result](
         with make(store, rank, world_size) as group:
             return action(group)
     except MegatronSparseError as error:
-        code = _said_already(store, rank, world_size, error.exit_code)
-        if code is None:
+        code = _first_exit_code(store, rank, world_size, error.exit_code)
+        if code is None:  # this rank is the first to fail
             print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # The error holds on to the group, whose threads abort a process that ends in the usual way.
+        # Not `sys.exit`: the error's traceback keeps the group's threads, which would then abort.
         os._exit(error.exit_code if code is None else code)
 
 
-def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int | None:
-    """The exit code of the first rank that failed; None if this rank is the first.
+def _first_exit_code(store: Any, rank: int, world_size: int, own_code: int) -> int | None:
+    """Returns the exit code of the rank that failed first; None if this rank is the first.
 
-    One rank's error makes all others fail, mostly with another error: they leave with the same
-    code. Rank 0 holds the store, so it stays until all have asked or `LINGER_S` are over.
+    One rank's error makes all others fail, mostly with another error: they end with the first one's
+    code. Rank 0 hosts the store, so it waits until all ranks have called this, `LINGER_S` at most.
     """
     key = "megatron_sparse/bench_failed"
     code = None
     try:
-        if store.add(key, 1) == 1:  # counts the ranks that ask
+        if store.add(key, 1) == 1:  # counts the calls of all ranks
             store.set(f"{key}/code", str(own_code))
         else:
             code = int(store.get(f"{key}/code"))
@@ -262,19 +261,19 @@ def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int 
         while store.add(key, 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     except RuntimeError:
-        return own_code  # the store went with rank 0, which said so or was killed
+        return own_code  # the store has ended with rank 0, which printed its error or was killed
     return code
 
 
 def run[Cases: Rounds](
     bench: type[Bench[Cases]], sweep: Cases, place: NodePlace, json_path: Path | None = None
 ) -> int:
-    """Starts the ranks that are missing, or does one rank's part; returns the exit code.
+    """Runs one rank if a launcher started this process, else all ranks; returns the exit code.
 
     Args:
         bench: what is measured.
-        sweep: its options.
-        place: of the ranks.
+        sweep: the bench's options.
+        place: where the ranks run.
         json_path: for one JSON object a line; None writes none.
 
     Raises:
@@ -306,8 +305,8 @@ def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | No
     """Runs a command of `megatron-sparse` in a process for each rank, on loopback or the test bed.
 
     Args:
-        command: with its options.
-        place: says which of the two.
+        command: its words, with its options.
+        place: chooses loopback or the test bed.
         ranks: how many.
         mbit: rate of the test bed's links; None for no limit.
 

@@ -2,7 +2,8 @@
 
 The parameters are synthetic: normal weights and a step of Adam. First every rank holds the bits
 before the step; then each owner writes its shard as the step leaves it, all ranks gather, and their
-bits are compared. Every round the step goes back or forth.
+bits are compared. The next gather's shards are those before the step again, and so on in turn. The
+first gather of a bucket is raw, because no rank has old bits yet.
 
 On virtual ranks `time_us` and `raw_us` are the alpha-beta clock's, in which local work takes no
 time. `encode_us` and `decode_us` are this machine's, measured.
@@ -43,7 +44,7 @@ MEASURED = ("encode_us", "decode_us", "wire_bytes", "message_bytes")
 
 @dataclass(frozen=True)
 class GatherCase:
-    """What is gathered, and how."""
+    """The learning rate of the step, and the way (`FLAT` or `PER_NODE`) of the records."""
 
     rate: float
     way: str
@@ -90,14 +91,14 @@ class GatherRow(CellRow):
         figures_nM: torch.Tensor,
         **outcome: Any,
     ) -> GatherRow:
-        """The row of a measured case.
+        """Makes the row of a measured case.
 
         Args:
             sweep: the options.
-            case: the row's.
+            case: what was measured.
             nodes: the node of each rank.
-            figures_nM: of n ranks the figures M of `MEASURED`.
-            outcome: what all ranks found out together, by the attributes' names.
+            figures_nM: of n ranks the M figures `MEASURED`.
+            outcome: attributes of the row that are of all ranks together, such as `time_us`.
         """
         n = len(nodes)
         shard = -(-sweep.elements // n)  # rounded up
@@ -119,11 +120,13 @@ class GatherRow(CellRow):
 
 
 class RankGather:
-    """A rank's parameters and its gathers; steps of the optimizer go back and forth.
+    """One rank's parameters, and gathers of all ranks' new shards into them.
+
+    Gather number 0, 2, ... is of the parameters before the optimizer's step, 1, 3, ... after it.
 
     Attributes:
-        values_N: the parameters on this rank; at first those before the step.
-        own_M: this rank's shard of them.
+        values_N: all parameters on this rank; at first those before the step.
+        own_M: this rank's shard of them, a view.
     """
 
     def __init__(
@@ -132,28 +135,27 @@ class RankGather:
         n = transport.world_size
         shard = -(-sweep.elements // n)  # rounded up
         made = synthetic(shard * n, case.rate, VALUE_DTYPES[sweep.dtype])
-        # Before and after the optimizer's step; the number of a gather, modulo 2, chooses one.
         self._states, self._rank = (made.old_N, made.new_N), transport.rank
         self.values_N = made.old_N.to(transport.device, copy=True)
         self.own_M = self.values_N.view(n, -1)[transport.rank]
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
-        # So rarely that no gather of the bench compares hashes.
+        # The number of gathers between two comparisons of hashes: so many that there are none here.
         way = Way(verify_every=2**20, per_node=case.way == PER_NODE)
         self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
 
     def start(self, step: int) -> Pending:
-        """Launches a gather; the first one is raw."""
+        """Launches gather number `step`; returns at once."""
         pending = self._gather.start(step)
         self._record = pending.record
         return pending
 
-    def move(self, number: int) -> None:
-        """Writes the own shard, as an optimizer does."""
+    def write_shard(self, number: int) -> None:
+        """Writes this rank's shard for a gather, as an optimizer does."""
         self.own_M.copy_(self._states[number % 2].view(-1, len(self.own_M))[self._rank])
 
     def wrong(self, number: int) -> int:
-        """Parameters whose bits differ from those of a step."""
+        """Counts the parameters whose bits are wrong after gather `number`."""
         integers = {2: torch.int16, 4: torch.int32}[self.values_N.element_size()]
         expected_N = self._states[number % 2].view(integers)
         return int((self.values_N.cpu().view(integers) != expected_N).sum())
@@ -161,7 +163,7 @@ class RankGather:
     def measured(self) -> list[float]:
         """The figures `MEASURED` of the last gather."""
         record = self._record
-        assert isinstance(record, GatherRecord), "there was a gather"
+        assert isinstance(record, GatherRecord), "`start` was called"
         stages = record.timer.times_us()
         return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
 
@@ -190,25 +192,25 @@ class GatherBench(Bench[GatherSweep]):
         sweep = self._cases
         rank_gather = RankGather(sweep, case, self._transport, self._progress)
         raw_N = torch.empty_like(rank_gather.values_N)
-        rank_gather.start(0).wait()  # the first gather is raw
+        rank_gather.start(0).wait()  # raw, and so not timed
         wrong = 0
 
         def exact(number: int) -> list[float]:
-            """Gathers the next step; returns microseconds and the figures `MEASURED`."""
+            """Gathers new shards; returns this rank's microseconds and figures `MEASURED`."""
             nonlocal wrong
-            step = number + 1  # step 0 was the raw one
-            rank_gather.move(step)
+            step = number + 1  # gather 0 was the raw one
+            rank_gather.write_shard(step)
             time_us = self._timed(lambda: rank_gather.start(step).wait())
             wrong += rank_gather.wrong(step)
             return [time_us, *rank_gather.measured()]
 
         def raw(_: int) -> list[float]:
-            """Microseconds of the backend's own all-gather."""
+            """Returns this rank's microseconds of the backend's own all-gather."""
             all_gather = self._transport.all_gather
             return [self._timed(lambda: all_gather(raw_N, rank_gather.own_M).finish())]
 
         (exact_nRM, raw_nR1), _ = self._in_turn([exact, raw], sweep.warmup, sweep.iters)
-        # The slowest rank's time of each round; its median over the rounds.
+        # The median over the rounds of the slowest rank's time.
         time_us = median(exact_nRM[..., 0].max(0).values.tolist())
         raw_us = median(raw_nR1[..., 0].max(0).values.tolist())
         return GatherRow.of(
@@ -224,10 +226,10 @@ class GatherBench(Bench[GatherSweep]):
 
 
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
-    """Models a raw and then an exact gather on virtual ranks, and counts wrong bits."""
+    """Models a raw gather, then an exact one, on virtual ranks; counts wrong bits of the latter."""
     n = topology.world_size
     cluster = VirtualCluster(n, topology)
-    progress = Progress(cluster.device, 0)  # drives nothing: the cluster does
+    progress = Progress(cluster.device, 0)  # takes jobs only: the cluster drives them
     ranks = [RankGather(sweep, case, transport, progress) for transport in cluster.transports]
     spent_us = []
     for number in range(2):
@@ -235,7 +237,7 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         # All ranks launch before the cluster drives any of them.
         pending = []
         for rank in ranks:
-            rank.move(number)
+            rank.write_shard(number)
             pending.append(rank.start(number))
         cluster.run(lambda transport, pending=pending: pending[transport.rank].run_alone())
         for each in pending:

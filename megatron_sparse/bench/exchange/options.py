@@ -1,4 +1,4 @@
-"""Options of the benches that exchange messages, and of `calibrate`: cases, and the place of ranks.
+"""Options of the benches that exchange messages, and of `calibrate`: what to measure, and where.
 
 Imports nothing heavy: the command line reads this for `--help`.
 """
@@ -53,15 +53,15 @@ class Place(Options):
     )
 
     def nodes(self, ranks: int) -> int:
-        """Hosts of the test bed, with equally many ranks on each.
+        """Returns the number of hosts of the test bed that `ranks` ranks are on.
 
         Raises:
             ConfigError: `ranks_per_node` does not divide the ranks.
         """
-        each = min(self.ranks_per_node or 1, ranks)
-        divides = f"a divisor of {ranks}"
-        check_arguments(self.NAME, [("ranks-per-node", each, ranks % each == 0, divides)])
-        return ranks // each
+        per_host = min(self.ranks_per_node or 1, ranks)
+        divisor = f"a divisor of {ranks}"
+        check_arguments(self.NAME, [("ranks-per-node", per_host, ranks % per_host == 0, divisor)])
+        return ranks // per_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +79,16 @@ class NodePlace(Place):
     )
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
-        each, has_nodes = self.ranks_per_node, self.netbed or self.virtual
-        places = "none without --netbed or --virtual: elsewhere a launcher places ranks"
-        return [("ranks-per-node", each, each is None or has_nodes, places)]
+        """Allows `--ranks-per-node` only where this command decides it, and no launcher."""
+        given, has_nodes = self.ranks_per_node, self.netbed or self.virtual
+        fitting = "none without --netbed or --virtual: elsewhere a launcher places ranks"
+        return [("ranks-per-node", given, given is None or has_nodes, fitting)]
 
     def topology(self, ranks: int) -> Topology:
-        """The virtual cluster: nodes of `ranks_per_node`, by default one node for all ranks."""
+        """Makes the virtual cluster: nodes of `ranks_per_node`, by default one for all ranks."""
         from megatron_sparse.transport import Link, Topology
 
-        # 8e-9 / Gbit/s: seconds a byte.
+        # 8e-9 / rate in Gbit/s: seconds a byte.
         intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (INTRA_GBIT, self.inter_gbit))
         return Topology.even(ranks, self.ranks_per_node or ranks, intra, inter)
 
@@ -121,9 +121,9 @@ def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
 class CollectiveSweep(Rounds, Sizes):
     """Collectives, dense gradient to dense sum, beside the backend's dense one.
 
-    Schemes that lack an operation are left out of it, those with a format of their own where values
-    have few bits. Dense ones run once, whatever the density and the bits; `dense_q` runs once for
-    8 and 4 bits each, and in 4 where no bits are given.
+    A scheme runs only with operations that it has; one with a message format of its own only with
+    values in full. Dense schemes run once, whatever the density and the bits; `dense_q` runs once
+    for 8 and 4 bits each, and in 4 where no bits are given.
     """
 
     NAME = "bench collectives"
@@ -166,14 +166,14 @@ class CollectiveSweep(Rounds, Sizes):
     delay_ms: float = option(0.0, "How late the last rank is.", fits=at_least(0))
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
+        """Checks NCCL's engine and the delay against other options, after the checks of `Sizes`."""
         engine_fits = not self.nccl_engine or self.capacity is not None
         longest_ms = self.timeout_s * 1e3
-        is_met = self.delay_ms < longest_ms
+        comes_in_time = self.delay_ms < longest_ms
         return [
             *super().checks(),
             ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
-            ("delay_ms", self.delay_ms, is_met, f"less than --timeout ({longest_ms:g} ms)"),
+            ("delay_ms", self.delay_ms, comes_in_time, f"less than --timeout ({longest_ms:g} ms)"),
         ]
 
 
@@ -216,7 +216,7 @@ class BucketSweep(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPlace(Place):
-    """Where to measure."""
+    """Where `calibrate` measures."""
 
     NAME = "calibrate"
 
@@ -224,11 +224,11 @@ class CalibrationPlace(Place):
     mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
-        given = {"mbit": self.mbit, "ranks-per-node": self.ranks_per_node}
+        """Allows the test bed's own options only with `--netbed`."""
+        bed_options = {"mbit": self.mbit, "ranks-per-node": self.ranks_per_node}
         return [
             (name, value, self.netbed or value is None, "none without --netbed")
-            for name, value in given.items()
+            for name, value in bed_options.items()
         ]
 
 

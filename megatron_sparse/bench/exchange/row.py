@@ -1,11 +1,10 @@
 """A line of `bench collectives`, computed from the figures of every rank in every round.
 
-The slowest rank's time counts. The stages are that rank's in the same round, so that they and
-`host_us` add up to its time; each figure is a median over the rounds, so the printed medians need
-not add up.
+A round's time is the slowest rank's. The stages (pruning, encoding, ...) are that rank's in the
+same round, so that they and `host_us` add up to its time. Each printed figure is a median over the
+rounds, so the printed ones need not add up.
 
-The network's floor is the least time that the sent bytes take: the busiest rank's, at the rate of
-its link.
+The network's floor is the time that the busiest rank's bytes take at the rate of its link.
 """
 
 from __future__ import annotations
@@ -101,12 +100,11 @@ class CollectiveRow(CellRow):
     def of(
         cls, case: BucketCase, carried_by: str, world_size: int, wrong: int, **more: Any
     ) -> Self:
-        """The row of a case that is checked and not yet timed; `more` are other attributes."""
-        copied = ("scheme", "dtype", "density", "value_bits", "sum_bits", "level")
-        named: dict[str, Any] = {name: getattr(case, name) for name in copied}
-        named |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
-        given = {"carried_by": carried_by, "world_size": world_size, "wrong": wrong}
-        return cls(**named | given | more)
+        """Makes the row of a checked case that is not timed yet; `more` are other attributes."""
+        same_names = ("scheme", "dtype", "density", "value_bits", "sum_bits", "level")
+        of_case: dict[str, Any] = {name: getattr(case, name) for name in same_names}
+        of_case |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
+        return cls(**of_case, carried_by=carried_by, world_size=world_size, wrong=wrong, **more)
 
     @property
     def name(self) -> str:
@@ -115,20 +113,17 @@ class CollectiveRow(CellRow):
         return self.scheme if same else f"{self.scheme}:{self.carried_by}"
 
     def measured(
-        self,
-        scheme_nRM: torch.Tensor,
-        dense_nR: torch.Tensor,
-        wire_rate: float,
+        self, scheme_nRM: torch.Tensor, dense_nR: torch.Tensor, wire_rate: float
     ) -> CollectiveRow:
-        """Fills in the times; mutates and returns the row.
+        """Fills in the times and bytes; mutates and returns the row.
 
         Args:
-            scheme_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
-            dense_nR: microseconds of the dense collective.
+            scheme_nRM: fp64, of n ranks in R rounds the figures `MEASURED`.
+            dense_nR: microseconds of the dense collective, of each rank in each round.
             wire_rate: payload bytes a second that a rank can send.
         """
         figures_nR = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
-        # The slowest rank of each round, and its figures [R].
+        # Of each round the rank that was slowest [R], and that rank's figures, each [R].
         slowest, rounds = figures_nR["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
         of_slowest = {name: values[slowest, rounds] for name, values in figures_nR.items()}
         total, stages = of_slowest["total"], sum(of_slowest[name] for name in BUCKET_STAGES)
@@ -139,14 +134,14 @@ class CollectiveRow(CellRow):
         self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
         for name in ("encode", "network", "decode", "host_cpu"):
             setattr(self, f"{name}_us", _median(of_slowest[name]))
-        # The last rank is the late one: it does not wait for itself.
+        # The stages of the other ranks include waiting for the last rank, which `total` does not.
         waited = np.where(slowest == self.world_size - 1, 0.0, self.delay_us)
         self.host_us = _median(total + waited - stages)
         self.wire_bytes, self.inside_bytes = (
             round(_median(figures_nR[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
         )
         self.sent_density = float(figures_nR["nnz"].mean() / figures_nR["numel"].mean())
-        # What stays inside a node does not cross the link.
+        # Bytes inside a node do not cross the rank's link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
         return self
 
