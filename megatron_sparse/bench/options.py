@@ -1,8 +1,8 @@
-"""Options of benches, declared once: a dataclass of them, a command, and a rank's command line.
+"""Options of benches, declared once, as fields of a dataclass (`Options`).
 
-A field made by `option` carries its flag, its help and how its text is read. `command` makes the
-Typer options of all dataclasses that a function takes; `Options.arguments` writes them down again
-for the ranks. Imports nothing heavy: the command line reads this for `--help`.
+A field made by `option` carries its flag, its help, its parser and its checks. `command` makes the
+Typer options of all dataclasses that a function takes; `Options.arguments` writes them as a command
+line again, for the ranks that a bench starts. Imports nothing heavy: `--help` reads this file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _KEY = "option"
 
 type Check = tuple[str, object, bool, str]
-"""An argument's name, its value, whether that fits, and what would."""
+"""An argument's name, its value, whether the value fits, and a text that says what would fit."""
 type Fits = Callable[[Any], str]
-"""Tests one value: the text is empty, or says what would fit."""
+"""Tests one value: returns an empty text if the value fits, else what would fit."""
 type Names = Iterable[object] | Callable[[], Iterable[object]]
-"""What a value may be; a function is asked when there is one, such as for a registry's names."""
+"""The values that are allowed, or a function that is called for them when a value is tested."""
 
 
 def check_arguments(bench: str, checks: Iterable[Check]) -> None:
-    """Refuses the first argument that does not fit.
+    """Raises an error for the first of the checks whose argument does not fit.
 
     Raises:
         ConfigError: names the bench and the argument.
@@ -46,11 +46,11 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
 
 
 def _among(names: Names) -> Fits:
-    """Makes the test whether a value, as text, is one of these names."""
+    """Makes the test that a value, written as text, is one of these names."""
 
     def fits(value: Any) -> str:
-        known = [str(name) for name in (names() if callable(names) else names)]
-        return "" if str(value) in known else " | ".join(known)
+        allowed = [str(name) for name in (names() if callable(names) else names)]
+        return "" if str(value) in allowed else " | ".join(allowed)
 
     return fits
 
@@ -76,10 +76,10 @@ def fraction(value: Any) -> str:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes of `64K`, `1M`, `1G` or a plain number; the units are powers of two.
+    """Parses a number of bytes such as `64K`, `1M`, `1G` or `4096`; units are powers of two.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is no such number; names the option.
     """
     found = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
     if found is None or not int(found[1]):
@@ -92,16 +92,16 @@ def parse_size(option: str, text: str) -> int:
 def parse_list[Value](
     option: str, text: str, convert: Callable[[str], Value], expected: str
 ) -> tuple[Value, ...]:
-    """Values separated by commas.
+    """Parses values separated by commas.
 
     Args:
         option: named in the error.
         text: the values.
-        convert: reads one; raises ValueError where it cannot.
-        expected: what the error says.
+        convert: parses one value; raises ValueError where it cannot.
+        expected: what the values should be, for the error.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a value cannot be parsed.
     """
     try:
         return tuple(convert(part) for part in text.split(","))
@@ -119,10 +119,10 @@ parse_numbers = partial(
 
 
 def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
-    """Whole numbers from `low` on, separated by commas.
+    """Parses whole numbers from `low` on, separated by commas.
 
     Raises:
-        ConfigError: one of them is not.
+        ConfigError: one of them is no such number.
     """
 
     def count(part: str) -> int:
@@ -144,6 +144,8 @@ _METAVARS: dict[object, str] = {
 
 
 class _Declared(NamedTuple):
+    """What `option` stores in a field: its arguments, with `among` and `min` as tests in `fits`."""
+
     flag: str
     default: Any
     parse: Callable[[str, str], Any] | None
@@ -164,12 +166,12 @@ def option(
     """Makes a field of an `Options` dataclass that is an option of the command line.
 
     Args:
-        default: the value without the flag; text for `parse` where there is one.
-        help: one line; without it, `among`.
-        parse: gets the flag and its text, returns the value; None: Typer reads the field's type.
-        flag: such as `--dtype`; that of the field's name where it is left out.
+        default: the value where the flag is not given; where there is `parse`, a text for it.
+        help: one line; if it is empty, the values `among`.
+        parse: gets the flag and a text, returns the value; None: Typer parses by the field's type.
+        flag: such as `--dtype`; if it is empty, it follows from the field's name.
         among: the allowed values, or a function that returns them; the value None is allowed too.
-        fits: another test of the value, or of each of its values.
+        fits: another test of the value; of a list, each value is tested.
         typer_settings: more arguments of `typer.Option`; `min` is tested too.
     """
     if among is not None and not callable(among):
@@ -214,30 +216,30 @@ class Options:
         check_arguments(self.NAME, [*self._declared(), *self.checks()])
 
     def _declared(self) -> Iterator[Check]:
-        """Yields a check for each test of each value; an option without a value has none."""
+        """Yields a check for each test of each value. An option that is None has no checks."""
         for option_field, flag, declared in _options(type(self)):
             name = flag.partition("/")[0]  # --peers of --peers/--no-peers
             values = _values(getattr(self, option_field.name))
             known = [value for value in values if value is not None]
-            for fits, value in product(declared.fits, known):
-                expected = fits(value)
+            for test, value in product(declared.fits, known):
+                expected = test(value)  # empty if the value fits
                 yield name, value, not expected, expected
 
     def checks(self) -> list[Check]:
-        """What the options do not say one by one."""
+        """Further checks, such as of two options together; subclasses override it."""
         return []
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
-        """Yields a parameter for each option, with the annotation of which Typer makes it."""
-        # Here, so that a machine without Typer can run a sweep, as GPU tests do.
+        """Yields a function parameter for each option; from its annotation Typer makes the flag."""
+        # Imported here, so that a machine without Typer can run a sweep, as GPU tests do.
         import typer
 
         types = get_type_hints(cls)
         for option_field, flag, declared in _options(cls):
             default, parse, settings = declared.default, declared.parse, declared.settings
             kind = types[option_field.name]
-            if parse is not None:  # Typer hands over the text, which `of` parses
+            if parse is not None:  # Typer passes on the text, which `of` parses
                 kind = str | None if default is None else str
             kind = Annotated[kind, typer.Option(flag, **settings)]
             yield inspect.Parameter(
@@ -246,10 +248,10 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """Makes the options of Typer's arguments; removes those that it takes from `given`.
+        """Makes the options from Typer's arguments by name; removes its own ones from `given`.
 
         Raises:
-            ConfigError: one of them cannot be read, or does not fit.
+            ConfigError: a value cannot be parsed, or does not fit.
         """
         values = {}
         for option_field, flag, declared in _options(cls):
@@ -261,10 +263,10 @@ class Options:
 
     def arguments(self) -> list[str]:
         """Writes the options as arguments of a command line; leaves out those at their default."""
-        written, usual = [], type(self)()
+        written, defaults = [], type(self)()
         for option_field, flag, _ in _options(type(self)):
             value = getattr(self, option_field.name)
-            if value == getattr(usual, option_field.name):
+            if value == getattr(defaults, option_field.name):
                 continue
             on, _, off = flag.partition("/")  # such as --peers/--no-peers
             if isinstance(value, bool):
@@ -279,11 +281,11 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _options(kind: Any) -> Iterator[tuple[Field, str, _Declared]]:
-    """Yields each field that `option` made, its flag, and the other arguments of `option`."""
-    for made in fields(kind):
-        if _KEY in made.metadata:
-            declared = made.metadata[_KEY]
-            yield made, declared.flag or f"--{made.name.replace('_', '-')}", declared
+    """Yields, of a dataclass, each field that `option` made, its flag, and what `option` stored."""
+    for each in fields(kind):
+        if _KEY in each.metadata:
+            declared = each.metadata[_KEY]
+            yield each, declared.flag or f"--{each.name.replace('_', '-')}", declared
 
 
 def add_command(
@@ -294,9 +296,9 @@ def add_command(
     signature: Signature,
     panel: str | None = None,
 ) -> None:
-    """Registers a command; parameters of the signature that are `Options` become their options.
+    """Registers a command: a parameter of type `Options` is replaced by all options of that class.
 
-    `panel` is the part of the program's help that lists it.
+    `signature` is the action's. `panel` is the part of the program's help that lists the command.
     """
     parameters: list[inspect.Parameter] = []
     bundles: dict[str, type[Options]] = {}
@@ -320,7 +322,7 @@ def add_command(
 def command(
     app: typer.Typer, help: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a decorator that registers a function as the command of its name; see `add_command`."""
+    """Makes a decorator that registers a function as the command named like it (`add_command`)."""
 
     def register(action: Callable[..., None]) -> Callable[..., None]:
         name = action.__name__.replace("_", "-")
@@ -345,17 +347,17 @@ class Sizes(Options):
     iters: int = option(20, "Runs that are timed.", min=1)
 
     def checks(self) -> list[Check]:
-        """The checks of the range from `min_bytes` to `max_bytes`."""
+        """Checks the range from `min_bytes` to `max_bytes`."""
         least = self.LEAST_BYTES
         fitting = f"{least} to max_bytes ({self.max_bytes})"
         return [
             ("min_bytes", self.min_bytes, least <= self.min_bytes <= self.max_bytes, fitting),
-            # One wire segment holds the measured elements.
+            # All elements are one segment of the message, whose size is limited.
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
         ]
 
     def sizes(self) -> Iterator[int]:
-        """Bytes of each gradient."""
+        """Yields the bytes of each gradient."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size

@@ -1,4 +1,4 @@
-"""What every bench has in common: threads, a copy to compare with, the table's head, others' load.
+"""What every bench has in common: threads, a copy to compare with, the table, the machine's load.
 
 `copy` copies half the bytes that an operation moves: it reads as many as it writes.
 """
@@ -30,7 +30,7 @@ type Action = Callable[[], object]
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Within it, torch's threads are `count`; None leaves them."""
+    """Sets the number of torch's threads within the context; None does not change it."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -41,7 +41,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 def describe_cpu(threads: int | None = None) -> str:
-    """The machine and the versions, for a table's first line; with torch's threads by default."""
+    """Describes machine and versions for a table's first line; `threads` are torch's by default."""
     short_hash = (commit(CHECKOUT) or "(no commit)")[:11]
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
@@ -52,7 +52,7 @@ def describe_cpu(threads: int | None = None) -> str:
 
 
 def copy_action(bytes_moved: int, device: torch.device | str = "cpu") -> Action:
-    """The ceiling: a plain copy that reads and writes `bytes_moved` in all."""
+    """Makes a plain copy that reads and writes `bytes_moved` in all: no operation can be faster."""
     source = torch.ones(max(bytes_moved // 2, 1), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)  # written, so that its pages exist
     return lambda: target.copy_(source)
@@ -61,11 +61,11 @@ def copy_action(bytes_moved: int, device: torch.device | str = "cpu") -> Action:
 def local[Sweep: Options, Row: CellRow](
     where: Callable[[Sweep], str], rows: Callable[[Sweep], Iterable[Row]]
 ) -> Callable[..., list[Row]]:
-    """Makes `run` of a bench that is this process alone.
+    """Makes the function `run` of a bench that needs no other process.
 
     Args:
-        where: describes the place and the method, for the table's head.
-        rows: every case of a sweep; each is measured when it is asked for.
+        where: describes device and method, for the lines above the table.
+        rows: measures a sweep; yields its rows one by one.
 
     Returns:
         A function of the sweep and of a file for JSON lines (None writes none). It prints the
@@ -90,10 +90,10 @@ def print_rows[Row: CellRow](
 
 
 class HostLoad:
-    """Counts processor time from its construction on.
+    """Counts the machine's processor time from its construction on.
 
-    Leaves out the kernel's work on interrupts: the ranks' network traffic causes it, but no
-    process's account includes it.
+    The kernel's work on interrupts is not in it: the ranks' network traffic causes it, but no
+    process is charged with it, so it would count as other programs'.
 
     Raises:
         DependencyError: psutil is not installed.
@@ -104,7 +104,7 @@ class HostLoad:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float, float]:
-        """Core-seconds up to now: passed, used by all programs, used by this one with children."""
+        """Core-seconds until now: available; used by all programs; by this one and its children."""
         machine, own = self._psutil.cpu_times(), self._psutil.Process().cpu_times()
         used_s = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
         cores = self._psutil.cpu_count() or 1
@@ -116,9 +116,8 @@ class HostLoad:
 
         Children count once they have ended and the process has waited for them.
         """
-        differences_s = [now - then for now, then in zip(self._now(), self._begin, strict=True)]
-        available_s, used_s, own_s = differences_s
-        return available_s, used_s, own_s
+        now_s, begin_s = self._now(), self._begin
+        return now_s[0] - begin_s[0], now_s[1] - begin_s[1], now_s[2] - begin_s[2]
 
 
 def foreign_share(there_were_s: float, worked_s: float, own_s: float) -> float:
