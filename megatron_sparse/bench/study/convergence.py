@@ -2,7 +2,8 @@
 
 Runs of one seed start from the same weights and see the same samples in the same order. So a
 difference to dense is computed for each seed, then averaged. The spread is the difference between
-the seeds' largest and smallest value of a quantity.
+the seeds' largest and smallest value of a quantity. A setting's baseline is dense, trained with the
+same optimizer.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ class ConvergenceRow(CellRow):
         "between the seeds' final losses, in % of their mean", ">9.2f spread(%)"
     )
     to_dense: float | None = cell(
-        "mean difference to the baseline's final loss of the same seed, in %",
-        ">+11.2f to dense(%)",
+        "mean difference to the baseline's final loss of the same seed, in %", ">+11.2f to dense(%)"
     )
     to_dense_spread: float | None = cell(
         "between the seeds' differences, in percentage points", ">9.2f spread(%)"
@@ -74,15 +74,15 @@ class ConvergenceRow(CellRow):
 
 
 def runs_of(options: ConvergenceOptions) -> list[Run]:
-    """A setting's runs of all models and seeds before the next setting's, dense first."""
+    """Lists the runs: setting by setting, each with all models and seeds; dense comes first."""
     chosen = [setting for setting in CONVERGENCE if setting.name in options.settings]
     every = product(chosen, options.models, options.seeds)
     return [_run_of(options, model, setting, seed) for setting, model, seed in every]
 
 
 def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:
-    """The run that trains a model in a setting; the ranks share the batch."""
-    lr_warmup = min(100, options.iters // 4)  # of a short run no more than a quarter
+    """Makes the run that trains a model in a setting; the ranks share the batch."""
+    lr_warmup = min(100, options.iters // 4)  # iterations; a quarter of a short run
     arguments = [
         "experiment=convergence",
         f"model={model}_tiny",
@@ -118,9 +118,8 @@ def run(
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = runs_of(options)
-    frame.begin(
-        runs, f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
-    )
+    header = f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
+    frame.begin(runs, header)
     for model in options.models:
         kind = CORPORA[model]
         corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
@@ -131,37 +130,36 @@ def run(
 
 
 def rows_of(outcomes: Sequence[RunResult]) -> list[ConvergenceRow]:
-    """One row for each model and setting, in the order of `CONVERGENCE`."""
+    """Makes a row for each model and setting that has run, in the order of `CONVERGENCE`."""
     by_run = {(each.run.model, each.run.setting, each.run.seed): each for each in outcomes}
     rows = []
     for model, setting in product(CORPORA, CONVERGENCE):
         runs = [each for key, each in by_run.items() if key[:2] == (model, setting.name)]
         if runs:
-            # Of each run the baseline's run of the same seed, None if it has not run.
-            denses = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
-            rows.append(_row(setting, runs, denses))
+            baselines = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
+            rows.append(_row(setting, runs, baselines))
     return rows
 
 
 def _row(
-    setting: Setting, runs: Sequence[RunResult], denses: Sequence[RunResult | None]
+    setting: Setting, runs: Sequence[RunResult], baselines: Sequence[RunResult | None]
 ) -> ConvergenceRow:
-    """The row of a setting: means over its runs of one model, one run for each seed.
+    """Makes the row of a setting: means over its runs of one model, one run for each seed.
 
-    `denses` has the baseline's run of each run's seed, or None.
+    `baselines` has for each run the baseline's run with the same seed; None if it has not run.
     """
     # The baseline is not compared with itself.
     pairs = [
-        (each, dense)
-        for each, dense in zip(runs, denses, strict=True)
-        if dense is not None and each is not dense
+        (each, baseline)
+        for each, baseline in zip(runs, baselines, strict=True)
+        if baseline is not None and each is not baseline
     ]
-    against = [_to_dense(each.final, dense.final) for each, dense in pairs]
-    # How much the comparison differs between the two validations after the last iteration.
-    noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
+    differences = [_to_dense(each.final, baseline.final) for each, baseline in pairs]
+    # How much a difference changes between the two validations after the last iteration.
+    noises = [_spread(list(map(_to_dense, each.last, other.last))) for each, other in pairs]
     finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
     bits = [summary["bits_per_element"] for summary in summaries]
-    # Without a ramp to a density, the whole run is at it.
+    # A run without a phase `target`, such as dense, has its target density from start to end.
     at_target = [
         summary["phases"].get("target", {"wire_ratio": 1.0, "bits_per_element": whole})
         for summary, whole in zip(summaries, bits, strict=True)
@@ -174,8 +172,8 @@ def _row(
         seeds=len(runs),
         final=mean(finals),
         spread=100 * _spread(finals) / mean(finals) if len(finals) > 1 else None,
-        to_dense=mean(against) if against else None,
-        to_dense_spread=_spread(against) if len(against) > 1 else None,
+        to_dense=mean(differences) if differences else None,
+        to_dense_spread=_spread(differences) if len(differences) > 1 else None,
         noise=max(noises, default=None),
         wire_ratio=mean(summary["wire_ratio"] for summary in summaries),
         wire_ratio_target=mean(phase["wire_ratio"] for phase in at_target),
@@ -184,8 +182,9 @@ def _row(
     )
 
 
-def _to_dense(loss: float, dense: float) -> float:
-    return 100 * (loss / dense - 1)
+def _to_dense(loss: float, baseline: float) -> float:
+    """How far a loss is above the baseline's, in percent."""
+    return 100 * (loss / baseline - 1)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -193,7 +192,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> list[Picture]:
-    """Returns the pictures of curves, of final losses and, if a setting has a `curve`, of bits."""
+    """Returns pictures: losses by iteration; final losses; of settings with a `curve`, by bits."""
     curves = []
     for each in outcomes:
         series = SETTINGS[each.run.setting].label

@@ -1,9 +1,9 @@
-"""The frame of benches that train whole runs: carries out runs, and keeps what each has left.
+"""Shared parts of benches that train whole runs: trains runs, saves and loads their results.
 
 Each run is one `megatron-sparse train` in its own process and folder, over loopback or on the
 network test bed; runs follow one another. Times and losses are those that Megatron itself prints,
-so all runs are measured alike. What a run of a study leaves is in its folder. A finished run with
-the same arguments is not repeated, so an interrupted study can be continued.
+so all runs are measured alike. `carry_out` saves each result in the run's folder, and does not
+repeat a finished run with the same arguments, so an interrupted study can be continued.
 
 A validation loss is Megatron's: the mean over the tokens of held-out documents. After the last
 iteration Megatron validates twice, on different samples; the final loss is the mean of the two.
@@ -54,13 +54,13 @@ class Run:
         name: of the run's folder and log.
         arguments: of `train`, without names and folders.
         out: where the run's folder and its log are.
-        place: more arguments, which results do not name: the corpus, the machine.
+        place: more arguments, which may differ when a result is loaded: folders, the machine.
         links: of the test bed; None over loopback.
         setting: name of the study's setting.
         model: of the study's models, if it has several.
         seed: of weights and samples.
         validates: it ends with a validation.
-        untimed: its first iterations, which no time counts.
+        untimed: number of its first iterations, whose times do not count.
     """
 
     bench: str
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Plain Megatron makes none."""
+        """The run's own folder; Megatron without the plugin does not make it."""
         return self.out / self.name
 
     @property
@@ -110,12 +110,11 @@ class Run:
         log_path, load, start_s = self.out / f"{self.name}.log", HostLoad(), time.monotonic()
         with log_path.open("w") as log:
             code = self._start([*command, *self.words], log)
-        # `share`: of the machine, that other programs used meanwhile.
-        elapsed_s, share = time.monotonic() - start_s, foreign_share(*load.spent())
+        elapsed_s, foreign_load = time.monotonic() - start_s, foreign_share(*load.spent())
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = read_iterations(printed), read_curve(printed)
         wanted = self.config.training.iterations
-        # The last iteration that was validated, or else trained; empty without any validation.
+        # The last iteration that was validated, or that was trained; empty if there is none.
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
             tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
@@ -128,37 +127,37 @@ class Run:
                 remedy=f"see {log_path}",
             )
         times_ms, losses = [ms for ms, _ in iterations], [loss for _, loss in iterations]
-        return RunResult(self, times_ms, losses, curve, elapsed_s, share)
+        return RunResult(self, times_ms, losses, curve, elapsed_s, foreign_load)
 
     def _start(self, command: list[str], log: IO[str]) -> int:
-        """Runs the command on the links, with its output in the log; returns the exit code."""
+        """Runs the command on the run's links, output to the log; returns the exit code."""
         cluster = self.config.cluster
         ranks = cluster.nodes * cluster.ranks_per_node
         if self.links is not None:
             return local_ranks.run_netbed(command, ranks, self.links, cluster.nodes, log)
         if cluster.nodes == 1:
             return local_ranks.run(command, log)
-        # `train` starts the ranks of one node only; here this machine's stand for all.
+        # `train` starts ranks of one node only. Here all nodes' ranks are on this machine.
         return local_ranks.run_loopback(command, ranks, log)
 
     def saved(self) -> RunResult | None:
-        """What a finished run with the same arguments has left; None if there is none."""
+        """Loads the result of a finished run with the same arguments; None if there is none."""
         path = self.folder / OUTCOME_FILE
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         if values.pop("arguments", None) != self.arguments:
             return None
-        curve = [(iteration, loss) for iteration, loss in values.pop("curve")]
+        curve = [(iteration, loss) for iteration, loss in values.pop("curve")]  # JSON has lists
         return RunResult(self, curve=curve, **values)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has left.
+    """The result of a run.
 
     Attributes:
-        run: that has ended.
+        run: the run.
         iteration_ms: of each iteration; means where `megatron.log_interval` prints some together.
-        losses: likewise.
+        losses: training losses, likewise.
         curve: (iteration, validation loss), the last iteration twice.
         elapsed_s: of the whole process.
         foreign_load: the share of the machine that other programs took during the run.
@@ -187,16 +186,16 @@ class RunResult:
         return list((dict(self.curve) | {self.curve[-1][0]: self.final}).items())
 
     def summary(self) -> dict[str, Any]:
-        """The plugin's own; plain Megatron writes none."""
+        """Loads the plugin's summary of the run; Megatron without the plugin writes none."""
         return load_summary(self.run.folder)
 
     def breakdown(self, iterations: int) -> list[dict[str, Any]]:
-        """The plugin's lines of the last iterations."""
+        """Loads what the plugin recorded of each of the last `iterations` iterations."""
         lines = (self.run.folder / BREAKDOWN_FILE).read_text("utf-8").splitlines()[-iterations:]
         return [json.loads(line) for line in lines]
 
     def save(self) -> None:
-        """Writes the outcome and the run's arguments, for `Run.saved`, into the run's folder."""
+        """Writes the result and the run's arguments, for `Run.saved`, into the run's folder."""
         values = {name: value for name, value in vars(self).items() if name != "run"}
         self.run.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"arguments": self.run.arguments, **values}) + "\n"
@@ -204,7 +203,7 @@ class RunResult:
 
 
 def read_iterations(printed: str) -> list[tuple[float, float]]:
-    """(milliseconds, loss) of each iteration: the means of the line that counts it.
+    """Reads (milliseconds, loss) of each iteration from Megatron's output.
 
     Example:
         >>> line = "iteration 2/4 | elapsed time per iteration (ms): 7.5 | lm loss: 9.0E+00 |"
@@ -213,20 +212,20 @@ def read_iterations(printed: str) -> list[tuple[float, float]]:
     """
     found: list[tuple[float, float]] = []
     for number, ms, loss in ITERATION.findall(printed):
-        # A line counts the iterations since the line before, and prints their means.
+        # A line has the means of the iterations since the line before, up to `number`.
         found += [(float(ms), float(loss))] * (int(number) - len(found))
     return found
 
 
 def read_curve(printed: str) -> list[tuple[int, float]]:
-    """(iteration, validation loss) of each of Megatron's validations.
+    """Reads (iteration, validation loss) of each validation from Megatron's output.
 
     Example:
         >>> read_curve("validation loss at iteration 5 | lm loss value: 4.5E+00 | lm loss PPL")
         [(5, 4.5)]
     """
     curve = [(int(number), float(loss)) for number, loss in VALIDATION.findall(printed)]
-    # Equal ones too: Megatron validates again after the last iteration.
+    # Two numbers may be equal: Megatron validates twice after the last iteration.
     assert all(first[0] <= second[0] for first, second in pairwise(curve))
     return curve
 
@@ -240,7 +239,7 @@ def begin(runs: Sequence[Run], header: str) -> None:
     for run in runs:
         total = run.config.training.iterations
         interval = run.config.megatron.get("log_interval", 1)
-        # Where validations do not count, the printed iterations do; a line has their means.
+        # A printed line has means of `interval` iterations; they must be all timed, or all untimed.
         if not run.validates and (total % interval or run.untimed % interval):
             raise ConfigError(
                 f"bench {run.bench}: Megatron would not print the timed iterations by themselves",
@@ -253,7 +252,7 @@ def begin(runs: Sequence[Run], header: str) -> None:
 
 
 def carry_out(runs: Sequence[Run]) -> list[RunResult]:
-    """Trains the runs that have left nothing yet, and prints a line for each run.
+    """Trains the runs that have no saved result, prints a line for each run, returns all results.
 
     Raises:
         ConfigError: there is no test bed.
@@ -274,7 +273,7 @@ def carry_out(runs: Sequence[Run]) -> list[RunResult]:
 
 
 def draw(pictures: Sequence[Picture], folder: Path | None) -> None:
-    """Draws the pictures, each beside its CSV, and prints the files' names; None draws none.
+    """Writes each picture and its CSV to a folder, prints the files' names; None writes none.
 
     Raises:
         DependencyError: matplotlib is missing.

@@ -1,8 +1,8 @@
-"""Options of the benches that train whole runs, and what the runs are trained with, by name.
+"""Options of the benches that train whole runs, and the settings that they train with, by name.
 
-A setting of convergence changes one factor of `compression=topk99`, or is a preset, or dense. One
-that trains with SGD is compared with dense SGD, every other one with dense Adam. Time to loss has
-plain Megatron and what it is compared with.
+A setting of `bench convergence` changes one factor of `compression=topk99`, or is a preset, or
+dense. One that trains with SGD is compared with dense SGD, every other one with dense Adam. The
+settings of `bench time-to-loss` are Megatron without the plugin (plain, and in bf16) and presets.
 
 Imports nothing heavy: the command line reads this for `--help`.
 """
@@ -139,12 +139,12 @@ TIME_TO_LOSS = (
 
 
 def by_name(settings: tuple[Setting, ...]) -> dict[str, Setting]:
-    """In their order."""
+    """The settings by name, in the same order."""
     return {setting.name: setting for setting in settings}
 
 
 def schedule(setting: Setting, iterations: int, lr_warmup: int, seed: int) -> list[str]:
-    """Arguments of `train`: lengths, validations and seeds of a run of so many iterations."""
+    """Returns arguments of `train`: iterations and their phases, validations, seeds, overrides."""
     return [
         f"training.iterations={iterations}",
         f"training.lr_warmup_iters={lr_warmup}",
@@ -158,10 +158,10 @@ def schedule(setting: Setting, iterations: int, lr_warmup: int, seed: int) -> li
 
 
 def _settings(settings: tuple[Setting, ...], help: str) -> Any:
-    """The option that names some of these settings, or `all`."""
+    """Makes the option `--setting`: names of some of `settings`, or `all`."""
 
     def parse(option: str, text: str) -> tuple[str, ...]:
-        """The names that the text lists."""
+        """Parses names with commas between; `all` is all of them."""
         return tuple(by_name(settings)) if text == "all" else parse_names(option, text)
 
     return option("all", help, parse, flag="--setting", metavar="NAME,...", among=by_name(settings))
@@ -174,7 +174,7 @@ def _validated(iters: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(Options):
-    """What all benches of whole runs are given besides their options.
+    """Arguments of all benches of whole runs that are not made by `option`.
 
     Attributes:
         out: gets a folder and a log for each run.
@@ -195,21 +195,21 @@ def _schemes() -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class BedOptions(StudyOptions):
-    """Where the ranks are."""
+    """Options of the links: loopback, or those of the network test bed."""
 
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     delay_ms: int = option(0, "Round trip between its hosts, or sites.", min=0)
     sites: int = option(1, "2: rate and delay are between two sites of hosts.", min=1)
 
-    def _checks(self, mbit: int | None, hosts: int) -> list[Check]:
-        """Refuses a link rate that does not fit the place; returns checks of delay and sites."""
+    def _link_checks(self, mbit: int | None, hosts: int) -> list[Check]:
+        """Raises an error if `--netbed` lacks a link rate; returns checks of delay and sites."""
         from megatron_sparse.run import local_ranks
 
         local_ranks.check_place(
             netbed=self.netbed, virtual=False, mbit=mbit, ranks=None, started=None
         )
-        can_halve = self.netbed and hosts % 2 == 0
-        sites_fit = self.sites == 1 or (self.sites == 2 and can_halve)
+        has_two_halves = self.netbed and hosts % 2 == 0
+        sites_fit = self.sites == 1 or (self.sites == 2 and has_two_halves)
         return [
             ("delay-ms", self.delay_ms, self.netbed or not self.delay_ms, "0 without --netbed"),
             ("sites", self.sites, sites_fit, "1, or 2 with --netbed and an even number of hosts"),
@@ -236,11 +236,7 @@ class TrainingOptions(BedOptions):
         among=preset_names,
     )
     methods: Sequence[str] = names_option(
-        "auto",
-        "Values of parameters.method.",
-        "--parameters",
-        metavar="METHOD,...",
-        among=METHODS,
+        "auto", "Values of parameters.method.", "--parameters", metavar="METHOD,...", among=METHODS
     )
     levels: Sequence[str] = names_option(
         RANK, "Values of compression.level.", "--level", metavar="LEVEL,...", among=LEVELS
@@ -254,20 +250,20 @@ class TrainingOptions(BedOptions):
     slow_ms: float = option(300.0, "For so long.", min=0)
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
+        """Checks ranks on hosts, and that the other options go with `--slow-rank`."""
         divides = self.ranks % self.ranks_per_node == 0
         has_hosts = self.netbed or self.ranks_per_node == 1
         checks = [
-            *self._checks(self.mbit, self.nodes),
+            *self._link_checks(self.mbit, self.nodes),
             ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
             ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
         ]
         if (slow := self.slow_rank) is not None:
-            only_ranks, levels = set(self.levels) == {RANK}, ",".join(self.levels)
+            is_at_rank, levels = set(self.levels) == {RANK}, ",".join(self.levels)
             sleeps = f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"
             checks += [
                 ("slow-rank", slow, slow < self.ranks, f"0 to {self.ranks - 1}"),
-                ("level", levels, only_ranks, "rank: one is slow"),
+                ("level", levels, is_at_rank, "rank: one is slow"),
                 ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
                 ("scheme", self.schemes, PLAIN not in self.schemes, sleeps),
             ]
@@ -275,12 +271,12 @@ class TrainingOptions(BedOptions):
 
     @property
     def nodes(self) -> int:
-        """Hosts."""
+        """The number of hosts; this machine is one."""
         return self.ranks // self.ranks_per_node if self.netbed else 1
 
     @property
     def links(self) -> BedLinks | None:
-        """Of the test bed; None over loopback."""
+        """The test bed's links; None over loopback."""
         from megatron_sparse.transport.netbed import BedLinks
 
         return BedLinks(self.mbit or 0, self.delay_ms, self.sites) if self.netbed else None
@@ -302,9 +298,9 @@ class RaceOptions(BedOptions):
     seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
+        """Checks the links, and that plain Megatron is among the settings."""
         return [
-            *self._checks(min(self.mbits or (), default=None), self.ranks),
+            *self._link_checks(min(self.mbits or (), default=None), self.ranks),
             ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
         ]
 

@@ -1,11 +1,12 @@
 """`bench time-to-loss`: seconds of training until a small GPT reaches plain Megatron's final loss.
 
 Runs train in bf16 on real text with Megatron's own distributed optimizer. Time is the sum of the
-iterations' times as Megatron prints them: validations and the program's start do not count. A run
-reaches a loss between the two validations that it lies between, at the place of a straight line.
+iterations' times as Megatron prints them: validations and the program's start do not count. The
+time at which a run reaches a loss is interpolated between two validations, on a straight line.
 
-Links change neither losses of plain Megatron nor, from one iteration to the next, its bytes. So it
-trains over loopback, once for all rates, and on the test bed a few of its iterations are timed.
+Some settings are Megatron without the plugin; `plain` is one of them. Links do not change their
+losses, and each iteration sends the same bytes. So they train over loopback, once for all rates of
+the test bed, and on the test bed a few of their iterations are timed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class TimeToLossRow(CellRow):
 
 
 def points(outcome: RunResult) -> list[tuple[float, float]]:
-    """(seconds from the first iteration's begin, validation loss)."""
+    """Returns (seconds of training, validation loss) at each validation."""
     ends_s = [ms / 1e3 for ms in accumulate(outcome.iteration_ms)]
     return [(ends_s[iteration - 1], loss) for iteration, loss in outcome.means]
 
@@ -109,14 +110,13 @@ def seconds_to(outcome: RunResult, loss: float) -> float | None:
 
 
 def runs_of(options: RaceOptions) -> list[Run]:
-    """The runs in their order: plain Megatron's settings first, over loopback, with each seed.
+    """Lists the runs: first the settings without the plugin, over loopback, with each seed.
 
-    Then, at each rate of the test bed, a short run that times each of plain Megatron's settings
-    there, and the plugin's settings (without `plain_bits`), seed after seed. Without the test
-    bed the plugin's settings run once with each seed, over loopback.
+    Then, for each rate of the test bed, a short run of each of these settings, only to time it, and
+    the plugin's settings with each seed. Without the test bed these run over loopback.
     """
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
-    plain = [setting for setting in chosen if setting.plain_bits]
+    plain = [setting for setting in chosen if setting.plain_bits]  # without the plugin
     sparse = [setting for setting in chosen if not setting.plain_bits]
     runs = [_run_of(options, setting, seed, None) for setting in plain for seed in options.seeds]
     rates = [BedLinks(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
@@ -129,28 +129,28 @@ def runs_of(options: RaceOptions) -> list[Run]:
 
 def _run_of(options: RaceOptions, setting: Setting, seed: int, links: BedLinks | None) -> Run:
     iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
-    how = schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), seed)
-    return _named(options, setting, f"{seed}", links, how, seed=seed)
+    extra = schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), seed)
+    return _make_run(options, setting, f"{seed}", links, extra, seed=seed)
 
 
 def _timed(options: RaceOptions, setting: Setting, links: BedLinks) -> Run:
     iterations = f"training.iterations={PLAIN_WARMUP + PLAIN_TIMED}"
-    how = [iterations, "training.lr_warmup_iters=0", *setting.overrides]
-    return _named(options, setting, "timed", links, how, validates=False, untimed=PLAIN_WARMUP)
+    extra = [iterations, "training.lr_warmup_iters=0", *setting.overrides]
+    return _make_run(options, setting, "timed", links, extra, validates=False, untimed=PLAIN_WARMUP)
 
 
-def _named(
+def _make_run(
     options: RaceOptions,
     setting: Setting,
-    which: str,
+    name_end: str,
     links: BedLinks | None,
-    how: Sequence[str],
-    **of: Any,
+    extra: Sequence[str],
+    **more: Any,
 ) -> Run:
-    """The run of a setting: on these links, one rank a host; without links over loopback, on one.
+    """Makes a run of a setting: on `links` with a host for each rank, or (None) over loopback.
 
-    `how` are the arguments of `train` in which runs differ, `which` ends the run's name, and `of`
-    are more attributes of `Run`.
+    `name_end` ends the run's name, `extra` are the arguments of `train` that not all runs share,
+    and `more` are other attributes of `Run`.
     """
     nodes = 1 if links is None else options.ranks
     arguments = [
@@ -164,14 +164,14 @@ def _named(
         "training.use_distributed_optimizer=true",
         f"training.min_lr={MIN_LR}",
         f"training.eval_iters={VALIDATION_ITERS}",
-        *how,
+        *extra,
         *options.overrides,
     ]
-    # Rate, delay and sites: 100_30_2; only 100 where there is neither delay nor a second site.
+    # Rate, delay and sites, such as 100_30_2; 100 if there is neither delay nor a second site.
     where = "loopback" if links is None else "_".join(map(str, links)).removesuffix("_0_1")
-    name = f"{setting.name}-{where}-{which}"
+    name = f"{setting.name}-{where}-{name_end}"
     place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
-    return Run("time-to-loss", name, arguments, options.out, place, links, setting.name, **of)
+    return Run("time-to-loss", name, arguments, options.out, place, links, setting.name, **more)
 
 
 def run(
@@ -193,20 +193,21 @@ def run(
     size = f"{len(runs)} runs, {options.ranks} ranks, gloo, {options.iters} iterations of Megatron"
     frame.begin(runs, size)
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
-    complete = placed(frame.carry_out(runs))
+    complete = at_all_rates(frame.carry_out(runs))
     rows = print_table(rows_of(complete), json_path)
     frame.draw(pictures(complete, rows), folder)
     return rows
 
 
-def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
-    """The runs that end with a validation: one for each setting, seed and rate.
+def at_all_rates(outcomes: Sequence[RunResult]) -> list[RunResult]:
+    """Returns a whole run for each setting, seed and rate of the test bed.
 
-    Megatron's own train over loopback only: `_at_rate` copies them to each rate that was timed.
+    Runs without the plugin were trained over loopback, and their settings timed at each rate: from
+    these two results `_at_rate` makes the run at a rate.
     """
-    timed = [each for each in outcomes if not each.run.validates]  # only for their times
+    timed = [each for each in outcomes if not each.run.validates]
     whole = [each for each in outcomes if each.run.validates]
-    if not timed:
+    if not timed:  # there is no test bed: all runs were over loopback
         return whole
     found = [each for each in whole if each.run.links is not None]
     over_loopback = [each for each in whole if each.run.links is None]
@@ -221,20 +222,20 @@ def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
 
 
 def _at_rate(whole: RunResult, timed: RunResult) -> RunResult:
-    """A run over loopback as it would have been on the links where its setting was timed."""
+    """Makes a result with the losses of a run over loopback and the times of a run on links."""
     times_ms = [median(timed.iteration_ms[PLAIN_WARMUP:])] * len(whole.iteration_ms)
     run = replace(whole.run, links=timed.run.links)
     return replace(whole, run=run, iteration_ms=times_ms, foreign_load=timed.foreign_load)
 
 
 def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
-    """One row for each run, in their order. Each rate and seed has a run of plain Megatron."""
+    """Makes a row for each run. Runs of the same links and seed (`_race`) are compared."""
     plains = {_race(each): each for each in outcomes if each.run.setting == PLAIN}
     rows = []
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # Those of Megatron without the plugin, which alone has `_bits_of_plain`; plain among them.
+        # The runs of the race without the plugin; plain Megatron's is one and reaches the loss.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)
@@ -253,20 +254,20 @@ def _bits_of_plain(each: RunResult) -> int | None:
 
 
 def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float) -> TimeToLossRow:
-    """The row of a run beside plain Megatron's run at the same rate and seed.
+    """Makes the row of a run; `plain` is plain Megatron's run on the same links, of the same seed.
 
-    `final_s` are the seconds in which it reached the target loss, None if it never did; `best_s` is
-    the shortest such time of Megatron without the plugin.
+    `final_s` are the seconds in which the run reached the target loss, None if it never did;
+    `best_s` is the shortest such time of Megatron without the plugin.
     """
     iterations, is_plain = len(each.iteration_ms), each.run.setting == PLAIN
     plain_bits, own_bits = _bits_of_plain(plain), _bits_of_plain(each)
     assert plain_bits is not None
-    longer = iterations / len(plain.iteration_ms)
-    # `sent`: bytes of an iteration over plain Megatron's.
-    if own_bits is not None:  # Megatron without the plugin always sends the same
-        sent, bits = own_bits / plain_bits, float(own_bits)
+    iterations_ratio = iterations / len(plain.iteration_ms)
+    # `bytes_ratio`: an iteration's bytes over those of plain Megatron's.
+    if own_bits is not None:  # without the plugin: all iterations send the same bytes
+        bytes_ratio, bits = own_bits / plain_bits, float(own_bits)
     else:
-        sent = each.summary()["total_wire_ratio"]
+        bytes_ratio = each.summary()["total_wire_ratio"]
         last = each.breakdown(iterations // VALIDATIONS)
         bits = plain_bits * _both(last, "wire_bytes") / _both(last, "dense_bytes")
     return TimeToLossRow(
@@ -277,7 +278,7 @@ def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float
         **each.run.where,
         iterations=iterations,
         iteration_ms=median(each.iteration_ms),
-        wire_ratio=sent * longer,
+        wire_ratio=bytes_ratio * iterations_ratio,
         bits=bits,
         final=each.final,
         to_plain=None if is_plain else 100 * (each.final / plain.final - 1),
@@ -294,7 +295,7 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Loss over seconds, of the first seed; `to_plain` of final losses over bytes, of all."""
+    """Returns pictures: losses over seconds (runs of one seed), final losses over bytes (all)."""
     first_seed = min(each.run.seed for each in outcomes)
     curves = []
     for each in [each for each in outcomes if each.run.seed == first_seed]:
@@ -315,7 +316,7 @@ def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
 
 
 def _draw_bytes(rows: list[figures.Row], canvas: figures.Canvas) -> None:
-    """Draws a panel for each rate: the final loss against plain Megatron's over bytes."""
+    """Draws a panel for each rate: over a run's bytes, how far its loss is above plain's."""
     panels = figures.line_panels(canvas, rows, "mbit", "wire_ratio", "to_plain", sharey=True)
     for mbit, axes in panels.items():
         figures.log_axis(axes, "x")

@@ -1,7 +1,7 @@
 """`bench training`: iteration times of a small Megatron GPT, compressed beside plain.
 
-`plain` is Megatron without the plugin. Unlike the pairs of `bench collectives`, rows measured far
-apart in time do not share the machine's other load.
+`plain` is Megatron without the plugin. Unlike the rounds of `bench collectives`, runs follow one
+another, so that other programs may slow one down and not the next.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PRESET = "preset="
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs between two rows.
+    """The configuration of one row.
 
     Attributes:
-        scheme: `plain`, the plugin's, or `preset=NAME`.
-        density: of the schemes that compress, and that a preset begins with.
+        scheme: `plain`, one of the plugin's schemes, or `preset=NAME`.
+        density: 1 for schemes that send all elements; of a preset the density that it names.
         parameters: `parameters.method`; None for `plain`.
         level: `compression.level`.
     """
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def run_name(self) -> str:
-        """Of the run's folder and log."""
+        """The name of the run's folder and log."""
         gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
         level = "" if self.level == RANK else f"_{self.level}"
         return f"{self.scheme.removeprefix(PRESET)}_{self.density:g}{gathered}{level}"
@@ -116,27 +116,24 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
     """
     runs = {variant: run_of(options, variant) for variant in variants(options)}
     where = f"test bed, {options.links}" if options.links else "loopback"
-    slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
+    slow = ""
+    if options.slow_rank is not None:
+        slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
+    # The preset `auto` first trains some iterations with several settings.
     trials = " after the trials of auto" if "auto" in (options.presets or ()) else ""
-    begin(
-        list(runs.values()),
-        f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations"
-        f"{trials}, medians{'' if options.slow_rank is None else slow}",
-    )
+    measured = f"{options.warmup} + {options.iters} iterations{trials}, medians"
+    begin(list(runs.values()), f"{options.ranks} ranks, gloo, {where}, {measured}{slow}")
     return print_table(_rows(options, runs), json_path)
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
-    """Yields the rows' variants: each scheme with each density, method and level that it has.
-
-    The presets follow, with each method and level.
-    """
+    """Yields all variants: schemes by the densities, methods and levels they have; then presets."""
     for scheme in options.schemes:
-        # These send every element: they have one density, and no level but `rank`.
+        # Dense schemes (`straggler` is one) have density 1, and level `rank` only.
         dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
         for density in [1.0] if dense else options.densities:
             if scheme == PLAIN:
-                yield Variant(scheme, density, None)
+                yield Variant(scheme, density, None)  # without the plugin: no method, no level
                 continue
             for parameters, level in product(options.methods, options.levels):
                 if level == RANK or not dense:
@@ -148,7 +145,7 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
 
 
 def run_of(options: TrainingOptions, variant: Variant) -> Run:
-    """The run that measures one variant, a row of the table."""
+    """Makes the run that measures one variant."""
     arguments = [
         "experiment=testbed",
         *_compression(variant),
@@ -160,7 +157,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         *_slow_rank(options, variant.scheme),
         *options.overrides,
     ]
-    # The trials of `auto` take iterations of their own, which no row counts.
+    # The preset `auto` first takes iterations for its trials; they are not timed.
     trials = steps_of_trials(compose(arguments).compression)
     arguments.append(f"training.iterations={trials + options.warmup + options.iters}")
     return Run(
@@ -175,8 +172,9 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
 
 
 def _compression(variant: Variant) -> list[str]:
-    """The overrides by which a variant differs in what is sent."""
+    """Returns a variant's overrides of `train` for scheme, density and gathers of parameters."""
     parameters = variant.parameters
+    # `auto` is the default of `parameters.method`.
     gather = [] if parameters in (None, "auto") else [f"parameters.method={parameters}"]
     if variant.scheme == PLAIN:
         return ["plugin=false", *gather]
@@ -186,7 +184,7 @@ def _compression(variant: Variant) -> list[str]:
 
 
 def _slow_rank(options: TrainingOptions, scheme: str) -> list[str]:
-    """The overrides by which one rank sleeps in each iteration, and the scheme knows it."""
+    """Returns the overrides by which one rank sleeps in each iteration, and a scheme expects it."""
     if options.slow_rank is None:
         return []
     sleeps = f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"
@@ -200,14 +198,14 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
     first_ms = None  # of the first row, which the others are compared with
     for variant, run in runs.items():
         outcome = run.train()
-        # Megatron's first iterations, and the trials of `auto`, do not count.
+        # The iterations after the warm-up and the trials of `auto`.
         times_ms = outcome.iteration_ms[-options.iters :]
         middle_ms = median(times_ms)
         first_ms = first_ms or middle_ms
         breakdown = [] if variant.scheme == PLAIN else outcome.breakdown(options.iters)
         yield TrainingRow(
             op="training",
-            **vars(variant),
+            **vars(variant),  # scheme, density, parameters and level
             world_size=options.ranks,
             slow_ms=options.slow_ms if options.slow_rank is not None else 0.0,
             **run.where,
@@ -222,7 +220,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
 
 
 def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over iterations of what only the plugin measures; None for each without any."""
+    """Returns the row's figures that the plugin records, as medians; all None for `plain`."""
     sizes = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     stages = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
     if not iterations:
@@ -230,7 +228,7 @@ def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = {name: median(each[name] for each in iterations) for name in sizes}
     for name, stage in stages.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
-    # For each bucket.
+    # For each bucket: `schemes` counts an iteration's buckets by scheme.
     found["host_cpu_us"] = median(
         1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
     )
