@@ -1,10 +1,11 @@
 """Times the codec's calls as training makes them, and fits their cost by number of elements.
 
-Vectors hold normal values at independent uniform positions. Selection is the real one (sampled
-threshold, error feedback, one pass), with leak 0, so that every repetition selects the same.
-Of a sum, the non-zeros are counted before they are encoded, as collectives do. ZEN's records are
-those of one partition of `PARTITIONS`; their number of elements is that of its positions. Rice
-records are timed with fp32 values and with 4 bits, which stand for any number of bits.
+The calls' vectors hold normal values at independent uniform positions. Selection is training's
+(sampled threshold, error feedback, one pass), with leak 0: no residual stays, so every repetition
+selects the same. Of a sum, the non-zeros are counted before they are encoded, as collectives do.
+ZEN cuts a vector by a hash into partitions, with a position in it for each element; its records are
+timed for one of `PARTITIONS` partitions, by number of positions. Rice records are timed with fp32
+values and with values of 4 bits, which stand for any number of bits.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class CodecSizes:
     Attributes:
         numels: elements of the vectors; two at least, in ascending order.
         windows: how often each call is timed.
-        window_s: for how long at least, the call repeated. A few of the scheduler's time slices
-            show what sharing cores with other ranks costs.
+        window_s: seconds for which a call is repeated at least: a few of the scheduler's time
+            slices, which show what sharing cores with other ranks costs.
     """
 
     numels: Sequence[int]
@@ -62,7 +63,7 @@ KINDS = {
     **{form: MessageSpec(1.0, format=form) for form in ("dense", "coo", "pici", "blocks", "rice")},
     "rice_q4": MessageSpec(1.0, format="rice", value_bits=4),
 }
-"""Messages whose size depends on the density, by the names of their rates."""
+"""Messages whose size depends on the density, by `CodecRate.format`; densities are set later."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ class CodecCall:
 def codec_calls(
     numel: int, densities: Sequence[float], device: torch.device
 ) -> Iterator[CodecCall]:
-    """Yields calls of every operation on fp32 vectors; sparse ones by density."""
+    """Yields a call of each operation on fp32 vectors; of a sparse format one for each density."""
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
-    # Of every element, whatever the density.
+    # Rice records of every element: they have no density.
     whole = MessageSpec(1.0, format="rice", value_bits=4, whole=True)
     yield from _segment_calls(numel, 1.0, device, {"dense_q4": whole})
     for density in densities:
@@ -102,7 +103,7 @@ def measure_codec(
 ) -> Measuring[tuple[CodecRate, ...]]:
     """Times every call on all ranks at once, as in training; returns rates, the same on all ranks.
 
-    Suffixes: N sizes of vectors, K calls.
+    `clock` is this rank's, in seconds. Suffixes: N sizes of vectors, K calls.
     """
     calls: list[CodecCall] = []
     times_NK: list[list[float]] = []
@@ -119,43 +120,39 @@ def measure_codec(
 def _times_s(
     transport: Transport, sweep: CodecSizes, clock: Clock, numel: int
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
-    """Returns all calls on vectors of `numel`, and of each the median over ranks of its seconds."""
+    """Times all calls on vectors of `numel`; returns them and the ranks' median seconds of each."""
     yield from gather_rows([0.0], transport)  # a barrier
     calls, times_K = [], []
     for call in codec_calls(numel, DENSITIES, transport.device):
         times_K.append(seconds_of(call, sweep, clock))
-        # Without its vectors: those of all calls together take 3 GiB on each rank.
-        calls.append(replace(call, run=_nothing))
+        # Drops the call's vectors: those of all calls together take 3 GiB on each rank.
+        calls.append(replace(call, run=lambda: None))
     rows = yield from gather_rows(times_K, transport)
     return calls, rows.median(0).values.tolist()
 
 
-def _nothing() -> None:
-    """Takes the place of a call that has been timed."""
+def fit_rate(call: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -> CodecRate:
+    """Fits seconds of a call and of an element to `times_s`, by least squares of relative errors.
 
-
-def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -> CodecRate:
-    """The rate, seconds a call and an element, by least squares of the relative errors.
-
-    Neither is negative; five digits of each are kept. Suffix: N sizes of vectors.
+    Neither is negative; both are rounded to five digits. Suffix: N sizes of vectors.
     """
     times_N, numels_N = np.array(times_s), np.array(numels, dtype=float)
     # For each number of elements, (per_call + numel per_element) / time should be 1.
     terms_N2 = np.stack([1 / times_N, numels_N / times_N], axis=1)
     per_call, per_element = np.linalg.lstsq(terms_N2, np.ones_like(times_N), rcond=None)[0]
     if per_call < 0 or per_element < 0:
-        # The fit of the other one alone: least squares of one term.
+        # The negative term becomes 0; the other one is fitted alone, by least squares.
         alone_2 = terms_N2.sum(0) / (terms_N2**2).sum(0)
         per_call, per_element = (0.0, alone_2[1]) if per_call < 0 else (alone_2[0], 0.0)
     seconds = [
         float(f"{value:.5g}") if value > NO_TIME_S else 0.0 for value in (per_call, per_element)
     ]
-    return CodecRate(kind.op, kind.format, kind.density, *seconds)
+    return CodecRate(call.op, call.format, call.density, *seconds)
 
 
 def seconds_of(call: CodecCall, sweep: CodecSizes, clock: Clock) -> float:
-    """Seconds of a call: the median over windows of the mean in each, after one uncounted run."""
-    call.run()
+    """Seconds of a call: the median over windows of the mean in each window."""
+    call.run()  # a first run is slower, and not counted
     means_s = []
     for _ in range(sweep.windows):
         start_s, count, spent_s = clock(), 0, 0.0
@@ -168,7 +165,7 @@ def seconds_of(call: CodecCall, sweep: CodecSizes, clock: Clock) -> float:
 
 
 def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Tensor:
-    """fp32 normal values at `density` of the places, one at least; the same for all ranks."""
+    """Makes fp32 [N]: normal values at a fraction `density` of positions, the same on all ranks."""
     generator = torch.Generator().manual_seed(numel)
     values_N = torch.randn(numel, generator=generator)
     chosen = torch.randperm(numel, generator=generator)[: max(round(density * numel), 1)]
@@ -178,7 +175,7 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 
 
 def _segment_calls(
-    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageSpec]
+    numel: int, density: float, device: torch.device, specs: Mapping[str, MessageSpec]
 ) -> Iterator[CodecCall]:
     """Yields calls that select from a full vector, and encode, decode and add a sparse one.
 
@@ -186,27 +183,27 @@ def _segment_calls(
         numel: elements of the vectors.
         density: of the selection, and of the sparse vector.
         device: of the vectors.
-        kinds: a message of each format by the name of its rate; its density is replaced.
+        specs: messages by `CodecRate.format`; their density is replaced.
     """
-    kinds = {form: replace(kind, density=density) for form, kind in kinds.items()}
+    specs = {form: replace(spec, density=density) for form, spec in specs.items()}
     select = _selection(sparse_vector(numel, 1.0, device))
-    for form, kind in kinds.items():
-        yield CodecCall(CodecOp.SELECT, form, density, partial(select, kind))
-    sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
-    # The vector is one segment, which may be sent sparse.
-    offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    specs = {form: kind.record_spec(torch.float32, STEP) for form, kind in kinds.items()}
-    most_bytes = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
-    out = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
     for form, spec in specs.items():
+        yield CodecCall(CodecOp.SELECT, form, density, partial(select, spec))
+    sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
+    # The vector is one segment; its flag 0 says that the record need not be dense.
+    offsets, dense = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
+    records = {form: spec.record_spec(torch.float32, STEP) for form, spec in specs.items()}
+    most_bytes = max(message_capacity(offsets, record.value_dtype) for record in records.values())
+    out = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
+    for form, record_spec in records.items():
 
-        def encode(spec: RecordSpec = spec) -> int:
-            """Writes the records into `out`; returns their bytes."""
-            segments = Segments(offsets, not_whole)
-            return int(encode_segments(sparse_N, segments, None, spec, out).sum())
+        def encode(record_spec: RecordSpec = record_spec) -> int:
+            """Writes the record into `out`; returns its bytes."""
+            segments = Segments(offsets, dense)
+            return int(encode_segments(sparse_N, segments, None, record_spec, out).sum())
 
-        record = out[: encode()].clone()
-        expected = Expected(offsets, spec.value_dtype, STEP, rank=0)
+        record = out[: encode()].clone()  # `out` will have another format's record
+        expected = Expected(offsets, record_spec.value_dtype, STEP, rank=0)
         decode = partial(decode_add_, acc_N, record, expected)
         yield CodecCall(CodecOp.ENCODE, form, density, encode)
         yield CodecCall(CodecOp.DECODE, form, density, partial(decode, fresh=True))
@@ -214,7 +211,7 @@ def _segment_calls(
 
 
 def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
-    """A function that selects from this gradient, with leak 0, into a message of a given kind."""
+    """Makes a function that selects from this gradient, with leak 0, into a specified message."""
     slices = [ParameterSlice("w", 0, grad_N.numel())]
     bucket = Bucket("codec", grad_N, slices, CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32)
@@ -223,9 +220,9 @@ def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
 
 
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
-    """Yields ZEN's calls: partitioning a selection; encoding and adding one partition's records."""
+    """Yields ZEN's calls: cutting a message into partitions; encoding and adding one partition."""
     sparse_N = sparse_vector(numel, density, device)
-    # At density 1 all of `sparse_N` is selected; its non-zero elements are the entries.
+    # `MessageSpec` has density 1: it selects all non-zero elements of `sparse_N`.
     message = _selection(sparse_N)(MessageSpec(1.0, format="coo"))
     own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
 
@@ -234,21 +231,21 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
 
     yield CodecCall(CodecOp.PARTITION, "pairs", density, partition)
 
-    # Partition 0 of a segment so long that the partition has `numel` positions; `sparse_N` holds
-    # its values by position.
-    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
-    place = PartitionRecord(wide, 0, torch.float32, offset=0, step=STEP)
+    # Partition 0 of a segment so long that the partition has `numel` positions; `sparse_N` are its
+    # values in the order of the positions.
+    wide_hash = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
+    spec = PartitionRecord(wide_hash, 0, torch.float32, offset=0, step=STEP)
     positions_K = sparse_N.nonzero().squeeze(1)
     # Pairs hold ascending elements of the segment.
-    elements, order = wide.element_at(0, positions_K).sort()
-    values = sparse_N[positions_K][order]
-    # Pairs are added to the partition, by position; a bitmap to the segment, by element.
-    sum_P, sum_M = torch.zeros(numel, device=device), torch.zeros(wide.numel, device=device)
+    elements_K, order_K = wide_hash.element_at(0, positions_K).sort()
+    values_K = sparse_N[positions_K][order_K]
+    # Pairs are added to the partition [P], by position; a bitmap to the segment [M], by element.
+    sum_P, sum_M = torch.zeros(numel, device=device), torch.zeros(wide_hash.numel, device=device)
     for form, encode, add, acc in (
-        ("pairs", partial(hash_pairs.encode, elements, values), hash_pairs.accumulate_, sum_P),
+        ("pairs", partial(hash_pairs.encode, elements_K, values_K), hash_pairs.accumulate_, sum_P),
         ("hash_bitmap", partial(hash_bitmap.encode, sparse_N), hash_bitmap.decode_add_, sum_M),
     ):
-        # The record to decode is made here, once; it is no part of the call that is timed.
-        decode_add = partial(add, acc, encode(place), place, rank=0)
-        yield CodecCall(CodecOp.ENCODE, form, density, partial(encode, place))
+        # The record to decode is made here, once, outside of the timed call.
+        decode_add = partial(add, acc, encode(spec), spec, rank=0)
+        yield CodecCall(CodecOp.ENCODE, form, density, partial(encode, spec))
         yield CodecCall(CodecOp.DECODE_ADD, form, density, decode_add)

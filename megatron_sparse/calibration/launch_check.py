@@ -1,11 +1,11 @@
-"""Whether the ranks of a launch fit together: what `calibrate` says before it measures.
+"""Checks that the ranks of a launch fit together; `calibrate` prints the result first.
 
-All ranks have met; their versions, devices and clocks agree, or the ranks that differ; the slowest
-link inside a node and between nodes, with its two ends. At most nine lines.
+At most nine lines say that all ranks are there; that their versions, devices and clocks agree, or
+which ranks differ; and which link inside a node, and between nodes, is the slowest.
 
-Links are those of rings through the ranks of each node, and through the ranks with the same place
-in all nodes: the links that ring collectives take, and every rank's port. They are timed in phases
-in which no rank has two of them, so a slow link is named and not its neighbours.
+Links are those of rings: one through the ranks of each node, and one through each lane, which has
+one rank of each node. Ring collectives take these links, and they use every rank's network port.
+They are timed in phases in which no rank has two links, so that a slow link does not slow others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What must be the same on every rank, and where the rank is."""
+    """Properties of a rank that must be the same on every rank; and its host, which need not."""
 
     host: str
     torch: str
@@ -61,7 +61,7 @@ class RankFacts:
 
     @classmethod
     def here(cls, device: torch.device) -> RankFacts:
-        """This rank's."""
+        """Reads this rank's facts."""
         core = installed_version("megatron-core") or "not installed"
         return cls(socket.gethostname(), torch.__version__, core, __version__, processor(device))
 
@@ -74,7 +74,7 @@ class RingLink:
         kind: inside a node, or between nodes.
         sender: rank.
         receiver: rank.
-        gbit_s: of one message of `MESSAGE_BYTES`, the slower end's time.
+        gbit_s: rate of a message of `MESSAGE_BYTES`, by the time of its slower end.
     """
 
     kind: str
@@ -84,9 +84,10 @@ class RingLink:
 
 
 def open_store(timeout_s: float) -> tuple[Any, int, int]:
-    """The store where the ranks meet, this rank and how many there are, from the environment.
+    """Opens torch's key-value store of the launch; returns it, this rank and the number of ranks.
 
-    Rank 0 hosts the store, or torchrun's agent beside it; rank 0 does not wait for the others.
+    Reads RANK, MASTER_ADDR and the like. The store is in the process of rank 0, or of torchrun's
+    agent on that node; rank 0 does not wait here for the other ranks.
 
     Raises:
         CommunicationError: rank 0 cannot be reached.
@@ -94,15 +95,10 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = rank == 0 and not has_agent
+    has_store = rank == 0 and not has_agent
     try:
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented there
-            host,
-            port,
-            world_size,
-            is_host,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            host, port, world_size, has_store, timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except (dist.DistError, RuntimeError) as error:
         raise CommunicationError(
@@ -115,7 +111,7 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Returns once every rank has come to the store.
+    """Waits until every rank has called this.
 
     Args:
         store: torch's.
@@ -124,7 +120,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
         timeout_s: how long to wait for the others.
 
     Raises:
-        CommunicationError: names the ranks that have not come.
+        CommunicationError: names the ranks that are missing.
     """
     keys = [f"megatron_sparse/met/{each}" for each in range(world_size)]
     store.set(keys[rank], "")
@@ -141,11 +137,11 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
-    """The lines, the same on every rank. Collective.
+    """Runs all checks; returns lines to print, the same on every rank. Collective.
 
     Args:
         transport: the group, 2 ranks at least.
-        clock: this rank's, for links.
+        clock: this rank's, in seconds; it times the links.
 
     Raises:
         CommunicationError: a rank is gone.
@@ -157,9 +153,9 @@ def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
 
 
 def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFacts]]:
-    """Every rank's facts. They travel as JSON, because pickled objects could run code.
+    """Gathers every rank's facts, as JSON, because pickled objects could run code.
 
-    Each byte is one of the numbers of `gather_rows`; spaces fill the row.
+    The numbers of `gather_rows` are the text's bytes; spaces make all rows equally long.
     """
     text = json.dumps(asdict(own)).encode()
     rows = yield from gather_rows(list(text.ljust(FACTS_BYTES)), transport)
@@ -167,10 +163,10 @@ def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFac
 
 
 def clock_offsets(transport: Transport) -> Measuring[list[float]]:
-    """Seconds from the median wall clock to each rank's; read when all have met, five times."""
+    """Reads all wall clocks after barriers; returns each rank's less the median, in seconds."""
     readings = []
     for _ in range(REPEATS):
-        yield from gather_rows([0.0], transport)
+        yield from gather_rows([0.0], transport)  # a barrier
         readings.append(time.time())
     rows = yield from gather_rows(readings, transport)
     offsets_s = rows - rows.median(0).values  # a row for each rank, a column for each reading
@@ -178,9 +174,9 @@ def clock_offsets(transport: Transport) -> Measuring[list[float]]:
 
 
 def ring_links(transport: Transport, clock: Clock) -> Measuring[list[RingLink]]:
-    """The rates of all links of the rings; the same on all ranks."""
+    """Measures the rates of all links of the rings; the result is the same on all ranks."""
     nodes = members_of(transport.nodes)
-    # Nodes of different size have as many lanes as the smallest has ranks.
+    # There are as many lanes as the smallest node has ranks.
     lanes = [list(lane) for lane in zip(*nodes, strict=False)] if len(nodes) > 1 else []
     found = []
     for kind, rings in (("inside a node", nodes), ("between nodes", lanes)):
@@ -194,9 +190,10 @@ def ring_links(transport: Transport, clock: Clock) -> Measuring[list[RingLink]]:
 
 
 def ring_phase(ring: Sequence[int], phase: int) -> list[tuple[int, int]]:
-    """The links (sender, receiver) of a ring in one of three phases: no rank is in two of them.
+    """Lists the links (sender, receiver) of a ring that are timed in a phase, 0 to 2.
 
-    Every second link in the first two phases; in the last the one that closes an odd ring.
+    Phases 0 and 1 have every second link, phase 2 the last link of a ring of odd length. So no rank
+    has two links in a phase.
 
     Example:
         >>> [ring_phase([0, 1, 2], phase) for phase in range(3)]
@@ -213,14 +210,13 @@ def ring_phase(ring: Sequence[int], phase: int) -> list[tuple[int, int]]:
 def _seconds(
     transport: Transport, links: Sequence[tuple[int, int]], clock: Clock
 ) -> Measuring[list[float]]:
-    """Each rank's median seconds of its message over one of the links; all ranks take part.
+    """Sends a message over each of the links at once; returns each rank's median seconds.
 
-    No rank is an end of two links, so one buffer serves for what it sends or receives.
+    Collective. No rank is an end of two links, so it either sends or receives its one buffer.
     """
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=transport.device)
-    # This rank's part of the round: empty, or one message.
-    sent = [(to, message) for source, to in links if source == transport.rank]
-    received = [(source, message) for source, to in links if to == transport.rank]
+    sent = [(receiver, message) for sender, receiver in links if sender == transport.rank]
+    received = [(sender, message) for sender, receiver in links if receiver == transport.rank]
     rows = yield from times_by_rank(
         transport, REPEATS, clock, lambda: [transport.exchange(sent, received, TAG)]
     )
@@ -230,7 +226,7 @@ def _seconds(
 def describe(
     facts: Sequence[RankFacts], offsets_s: Sequence[float], links: Sequence[RingLink]
 ) -> list[str]:
-    """The lines that `check_launch` returns, from what the ranks have measured."""
+    """Writes the lines that `check_launch` returns, from what the ranks have measured."""
     hosts = [each.host for each in facts]
     met = f"all {len(facts)} ranks have met, on {len(set(hosts))} hosts"
     kinds = dict.fromkeys(link.kind for link in links)
@@ -239,15 +235,16 @@ def describe(
 
 
 def _compared(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[str]:
-    """A line for each fact in which ranks differ, and one of what is the same on all of them."""
+    """Writes a line for each unusual value of a fact, and a line of all facts that are the same."""
     lines, same = [], []
     compared = [field.name for field in fields(RankFacts) if field.name != "host"]
     for name in compared:
         values = [getattr(each, name) for each in facts]
-        (usual, _), *others = Counter(values).most_common()
-        if not others:
+        # The most frequent value first.
+        (usual, _), *unusual = Counter(values).most_common()
+        if not unusual:
             same.append(usual if name == "device" else f"{name} {usual}")
-        for value, _ in others:
+        for value, _ in unusual:
             different = [rank for rank, each in enumerate(values) if each == value]
             lines.append(
                 f"{name} differs: {usual} on most ranks, {value} on {_named(different, hosts)}"
@@ -256,7 +253,7 @@ def _compared(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[str]:
 
 
 def _clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> str:
-    """The line about clocks, from each rank's distance to the median."""
+    """Writes the line about clocks, from the difference of each rank's clock to the median."""
     wrong = [rank for rank, offset_s in enumerate(offsets_s) if abs(offset_s) > CLOCK_S]
     if not wrong:
         return f"clocks agree within {CLOCK_S:g} s"
@@ -265,7 +262,7 @@ def _clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> str:
 
 
 def _slowest(links: Sequence[RingLink], hosts: Sequence[str]) -> str:
-    """The line about the links of one kind: the slowest one's ends and rate, the median rate."""
+    """Writes the line about links of one kind: the slowest one, and the median rate."""
     slowest = min(links, key=lambda link: link.gbit_s)
     middle = median(link.gbit_s for link in links)
     ends = " to ".join(f"rank {end} ({hosts[end]})" for end in (slowest.sender, slowest.receiver))

@@ -1,12 +1,12 @@
 """Measures the cluster that the ranks run on: a `ClusterModel`, the same on all of them.
 
-Links and the backend's all-reduce (`planner.link_timing`), the host's cost and the codec (`codec`),
-one after the other, by all ranks at once.
+All ranks measure together, one after the other, links and the backend's all-reduce
+(`planner.link_timing`), the host's cost, and the codec (`codec`).
 
-The host's cost in a collective: alpha, as `planner.link_timing` measures it, already contains a
-message's own share of Python and of the backend. What training adds is measured in turn with the
-bare operation: the same messages driven by the progress thread through a collective's `Subgroup`,
-and a small bucket through the reducer (plan, launch, threads, records). Neither includes a sparse
+The host's cost is what training's threads and Python add to an operation of the backend. A link's
+alpha already contains the backend's own cost of a message. So a message that the progress thread
+drives through a collective's `Subgroup` is compared with a bare one, and a small bucket through the
+reducer (plan, launch, threads, records) with a bare all-reduce. Neither includes a sparse
 collective's other work on the host; its agreement costs about as much as two messages
 (docs/calibration.md).
 """
@@ -47,7 +47,7 @@ from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 
 FEW, MANY = 4, 36
-"""Numbers of consecutive messages; the difference of the two cancels costs that occur once."""
+"""Numbers of messages in a timed run; in a difference of two runs, costs of a run cancel."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        links: messages.
-        codec: vectors.
-        host_repeats: repetitions of the host's measurements.
+        links: sizes and repetitions of messages.
+        codec: sizes and repetitions of vectors.
+        host_repeats: repetitions of each measurement of the host's cost.
     """
 
     links: LinkSweep
@@ -81,9 +81,9 @@ def calibrate(
     Args:
         transport: the group, 2 ranks at least.
         progress: the thread that drives collectives.
-        effort: how much.
+        effort: how much is measured.
         name: of the cluster.
-        tell: progress callback: what is measured next.
+        tell: is called with a text that says what is measured next.
 
     Raises:
         ConfigError: there is one rank only.
@@ -113,23 +113,23 @@ def calibrate(
 def measure_host(
     transport: Transport, progress: Progress, repeats: int, clock: Clock
 ) -> tuple[float, float]:
-    """Seconds that training adds to a message and to a bucket; the same on all ranks.
+    """Measures the seconds that training adds to a message, and to a bucket; same on all ranks.
 
-    A difference of times that comes out negative counts as 0.
+    Both are differences of times; a negative one counts as 0.
 
     Args:
         transport: real ranks, 2 at least.
-        progress: the thread that would drive their collectives.
-        repeats: how often each is timed; the result is the median of the slowest ranks' times.
-        clock: this rank's.
+        progress: the thread that drives collectives in training.
+        repeats: how often each is timed; a time is the median of the slowest ranks' times.
+        clock: this rank's, in seconds.
     """
 
     def seconds(run: Callable[[], object]) -> float:
-        """The time of `run`, which has ended when it returns: no work is left to wait for."""
+        """The time of `run`, which waits for all that it starts."""
 
         def action() -> Iterable[Work]:
             run()
-            return ()
+            return ()  # no work is left that `timed` would have to wait for
 
         return complete(timed(transport, repeats, clock, action))
 
@@ -140,8 +140,7 @@ def measure_host(
     driven_s = [
         seconds(partial(_send_driven, transport, pieces, count, progress)) for count in (FEW, MANY)
     ]
-    # What a further message costs by the thread, less what it costs bare: costs that occur once
-    # cancel.
+    # A message's time by the thread less its bare time; costs that occur once in a run cancel.
     a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
     reduced_s = seconds(_reduction(transport, progress))
     a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(small_N).finish())
@@ -149,17 +148,17 @@ def measure_host(
 
 
 def _send(transport: Transport, pieces: Round, count: int) -> None:
-    """Sends so many messages around the ring, and waits for each."""
+    """Sends `count` messages around the ring, and waits for each."""
     for _ in range(count):
         transport.exchange(*pieces, TAG).finish()
 
 
 def _send_driven(transport: Transport, pieces: Round, count: int, progress: Progress) -> None:
-    """Sends `count` messages around the ring, as a job of the progress thread; waits for it."""
+    """Sends `count` messages around the ring in a job of the progress thread; awaits the job."""
 
     def job() -> Generator[object, None, None]:
         group = whole_group(transport, TAG)
-        yield GATE  # from here on the job posts messages
+        yield GATE  # a job must yield it before it posts messages
         for number in range(count):
             yield from group.exchange(*pieces, last=number == count - 1)
 
@@ -173,7 +172,7 @@ def _small_bucket(transport: Transport) -> Bucket:
 
 
 def _reduction(transport: Transport, progress: Progress) -> Callable[[], object]:
-    """A call that synchronises a small bucket densely, by the reducer of training."""
+    """Makes a call that synchronises a small bucket densely by the reducer of training."""
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32)
     planner = Planner(config.compression, config.scheme)
