@@ -3,8 +3,8 @@
 All ranks measure together, one after the other, links and the backend's all-reduce
 (`planner.link_timing`), the host's cost, and the codec (`codec`).
 
-The host's cost is what training's threads and Python add to an operation of the backend. A link's
-alpha already contains the backend's own cost of a message. So a message that the progress thread
+The host's cost is the time that training adds to a bare operation; what a bare message takes in
+Python and in the backend is in the link's alpha already. So a message that the progress thread
 drives through a collective's `Subgroup` is compared with a bare one, and a small bucket through the
 reducer (plan, launch, threads, records) with a bare all-reduce. Neither includes a sparse
 collective's other work on the host; its agreement costs about as much as two messages
@@ -134,6 +134,7 @@ def measure_host(
         return complete(timed(transport, repeats, clock, action))
 
     word = torch.zeros(1, dtype=torch.int64, device=transport.device)
+    # The sends and receives of one exchange: 8 bytes to the next rank of a ring of all ranks.
     pieces = neighbours(transport.rank, [range(transport.world_size)], word)
     small_N = _small_bucket(transport).grad_N
     bare_s = [seconds(partial(_send, transport, pieces, count)) for count in (FEW, MANY)]

@@ -51,7 +51,7 @@ class Codec:
         self.offsets = torch.tensor([0, case.numel])
         # One segment, and so one record; 0 lets the encoder choose a sparse format for it.
         self.segments = Segments(self.offsets, dense=torch.zeros(1, dtype=torch.uint8))
-        self.expected = Expected(
+        self.expected = Expected(  # what a decoder must find in the record's header
             self.offsets, self.spec.value_dtype, STEP, rank=0, checksum=checksum
         )
         self.threshold_R = torch.tensor([case.threshold]).to(case.device)
@@ -70,7 +70,7 @@ class Codec:
         With leak 0 the residual has only rounding errors, so all calls select almost the same.
         """
         arguments = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
-        return lambda: ops.prune_encode(*arguments, reports=self.reports())[0]
+        return lambda: ops.prune_encode(*arguments, reports=self.reports())[0]  # record's bytes
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Makes the call that encodes a gradient with `nnz` non-zero elements into `out`."""

@@ -245,6 +245,7 @@ def _sum_bits(
         sum_bits = AUTO_SUM_BITS
     is_rice = bits is not None or sweep.message_format == "rice"
     is_sparse = scheme.takes is Input.SPARSE and scheme.own_format is None
+    # In `hierarchical` the owner of a sum has no residual for it.
     has_residual = is_sparse and scheme.name != "hierarchical"
     can_round = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
     return sum_bits if can_round and sum_bits != WHOLE_BITS else None

@@ -273,11 +273,11 @@ class VirtualRanks:
         return self._cluster.modelled_s - self._delay_s, [outcome.record for outcome in outcomes]
 
     def count_wrong(self) -> int:
-        """Synchronises small integers; counts the wrong elements of all ranks' results."""
+        """Counts the wrong elements of all ranks' results in `CHECK_STEPS` steps."""
         return sum(self._wrong(step) for step in range(CHECK_STEPS))
 
     def _wrong(self, step: int) -> int:
-        """Does `count_wrong` for one step."""
+        """Synchronises the small integers of one step; counts the wrong elements of all results."""
         case, n = self._case, len(self._rank_reducers)
         outcomes = self._run([case.small_integers(rank, n, step) for rank in range(n)], step)
         results = [outcome.result for outcome in outcomes]

@@ -192,7 +192,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> list[Picture]:
-    """Returns pictures: losses by iteration; final losses; of settings with a `curve`, by bits."""
+    """Returns pictures: losses by iteration, final losses and, if settings have a `curve`, bits."""
     curves = []
     for each in outcomes:
         series = SETTINGS[each.run.setting].label

@@ -71,7 +71,7 @@ class Setting:
         ramp: share of the iterations in which the density falls to the target.
         baseline: of convergence: name of the setting that it is compared with.
         curve: of convergence: the line in the picture of loss over bits that it is a point of.
-        stretch: of time-to-loss: iterations over plain Megatron's, and so its schedules.
+        stretch: of time-to-loss: ratio of its iterations (and schedules) to plain Megatron's.
         plain_bits: of time-to-loss: bits that Megatron without the plugin sends for an element,
             gradient and parameter; None with the plugin, which counts them.
     """

@@ -268,7 +268,7 @@ def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float
         bytes_ratio, bits = own_bits / plain_bits, float(own_bits)
     else:
         bytes_ratio = each.summary()["total_wire_ratio"]
-        last = each.breakdown(iterations // VALIDATIONS)
+        last = each.breakdown(iterations // VALIDATIONS)  # the last tenth of the iterations
         bits = plain_bits * _both(last, "wire_bytes") / _both(last, "dense_bytes")
     return TimeToLossRow(
         op="time_to_loss",
