@@ -213,9 +213,9 @@ class Options:
     first line of the class's docstring is the command's help."""
 
     def __post_init__(self) -> None:
-        check_arguments(self.NAME, [*self._declared(), *self.checks()])
+        check_arguments(self.NAME, [*self._declared_checks(), *self.checks()])
 
-    def _declared(self) -> Iterator[Check]:
+    def _declared_checks(self) -> Iterator[Check]:
         """Yields a check for each test of each value. An option that is None has no checks."""
         for option_field, flag, declared in _options(type(self)):
             name = flag.partition("/")[0]  # --peers of --peers/--no-peers

@@ -95,7 +95,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
         for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
             os.environ.setdefault(name, value)
     make = partial(CalibrationRank, request)
-    as_rank(make, lambda group: group.run(), timeout_s=request.timeout_s)
+    as_rank(make, lambda made: made.run(), timeout_s=request.timeout_s)
     return 0
 
 

@@ -114,34 +114,34 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     grad_N, residual_N = case.gradient(), torch.zeros(case.numel, device=case.device)
     prune_encode = codec.prune_encode(grad_N, residual_N)
     prune_encode()  # writes the record, whose size and name the task needs
-    others: dict[str, Action] = {}
+    its_peers: dict[str, Action] = {}
     if with_peers:
-        others = peers.prune_encode(grad_N, case.threshold)
+        its_peers = peers.prune_encode(grad_N, case.threshold)
     moved_bytes = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
-    yield Task("prune_encode", codec.record_name(), moved_bytes, wrong, prune_encode, others)
+    yield Task("prune_encode", codec.record_name(), moved_bytes, wrong, prune_encode, its_peers)
 
-    others = peers.prune(grad_N, case.threshold) if with_peers else {}
+    its_peers = peers.prune(grad_N, case.threshold) if with_peers else {}
     pruning = codec.pruning(residual_N.zero_(), leak=1.0)
     prune = partial(ops.prune_, grad_N, pruning, case.code)
     nnz = prune()
     # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
     moved_bytes = 2 * (grad_N.nbytes + residual_N.nbytes)
-    yield Task("prune", "-", moved_bytes, wrong, prune, others)
-    del residual_N, pruning, prune_encode, prune, others  # frees their memory
+    yield Task("prune", "-", moved_bytes, wrong, prune, its_peers)
+    del residual_N, pruning, prune_encode, prune, its_peers  # frees their memory
     encode = codec.encode(grad_N, nnz)
     encode()  # writes the record that is copied next
     message, name = codec.record().clone(), codec.record_name()
     encoded_bytes = grad_N.nbytes + message.nbytes
     if not codec.is_rice:
-        others = peers.encode(grad_N) if with_peers else {}
-        yield Task("encode", name, encoded_bytes, wrong, encode, others)
+        its_peers = peers.encode(grad_N) if with_peers else {}
+        yield Task("encode", name, encoded_bytes, wrong, encode, its_peers)
 
     touched_bytes = case.touched_bytes(grad_N, whole=name in ("dense", "blocks"))
     added_bytes = message.nbytes + 2 * touched_bytes  # the accumulator is read and written
     acc_N = torch.zeros(case.numel, device=case.device)
-    others = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
+    its_peers = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
     decode_add = codec.decode_add(acc_N, message)
-    yield Task("decode_add", name, added_bytes, wrong, decode_add, others)
+    yield Task("decode_add", name, added_bytes, wrong, decode_add, its_peers)
     place = codec.decode_add(acc_N, message, fresh=True)
     yield Task("place", name, message.nbytes + acc_N.nbytes, wrong, place)
     if with_peers:

@@ -109,7 +109,7 @@ class BucketBench(CollectiveBench):
         """Checks each size and scheme, times it if no element is wrong, and yields its row."""
         queues = os.environ.get(QUEUES)
         for case in cases_of(self._cases, world_size=1):
-            wrong, scheme = self._check(case)
+            wrong, scheme = self._count_wrong(case)
             row = BucketRow(
                 bytes=case.nbytes,
                 scheme=scheme,

@@ -105,7 +105,7 @@ class BucketCase:
         )
 
     @property
-    def rounds(self) -> bool:
+    def is_quantised(self) -> bool:
         """Whether values or sums are quantised, so that integers do not stay integers."""
         few_bits = self.value_bits is not None or self.sum_bits is not None
         return few_bits or entry_of(self.scheme).sends_whole
@@ -122,7 +122,7 @@ class BucketCase:
             part = slice(start, start + CHUNK)
             sent_nC = torch.stack([values_M[part] for values_M in sent]).double()
             exact_C, slack = sent_nC.sum(0), 0.0
-            if self.rounds:
+            if self.is_quantised:
                 # Each of n + 2 fp32 operations may round: n - 1 additions in any order, and three
                 # where a sum's owner quantises it. A wrong value would be off by a quantisation
                 # step, 2^12 times as much.

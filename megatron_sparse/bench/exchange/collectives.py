@@ -88,7 +88,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
         wire_rate = self._wire_rate()
         for case in cases_of(self._cases, self.world_size):
-            wrong, carried_by = self._check(case)
+            wrong, carried_by = self._count_wrong(case)
             row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **self._fixed)
             if not wrong:
                 self._time(case, row, wire_rate)
@@ -121,7 +121,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         (round_s,) = complete(ring_times(self._transport, [range(self.world_size)], sweep, clock))
         return LINK_BYTES / round_s
 
-    def _check(self, case: BucketCase) -> tuple[int, str]:
+    def _count_wrong(self, case: BucketCase) -> tuple[int, str]:
         """Synchronises small integers, and compares results with the sum of what ranks sent.
 
         Returns:
@@ -149,7 +149,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """
         own = range(case.numel)[case.owned(self.rank, self.world_size)]
         # Without quantisation a rank sends small integers only: as int8 they are gathered faster.
-        sent_N, wrong = sent_N if case.rounds else sent_N.to(torch.int8), 0
+        sent_N, wrong = sent_N if case.is_quantised else sent_N.to(torch.int8), 0
         for start in range(0, case.numel, CHUNK):
             sent_nC = self._gather(sent_N[start : start + CHUNK])
             low, high = max(start, own.start), min(start + CHUNK, own.stop)

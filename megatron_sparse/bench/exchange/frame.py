@@ -208,9 +208,9 @@ def with_typed_errors(operation: Callable[[], object]) -> None:
         ) from error
 
 
-def as_rank[Group: Bench[Any], Result](
-    make: Callable[[Any, int, int], Group],
-    action: Callable[[Group], Result],
+def as_rank[Made: Bench[Any], Result](
+    make: Callable[[Any, int, int], Made],
+    action: Callable[[Made], Result],
     *,
     timeout_s: float = default_pg_timeout.total_seconds(),
 ) -> Result:
@@ -231,15 +231,15 @@ def as_rank[Group: Bench[Any], Result](
     store, rank, world_size = open_store(timeout_s)
     try:
         meet(store, rank, world_size, timeout_s)
-        with make(store, rank, world_size) as group:
-            return action(group)
+        with make(store, rank, world_size) as made:
+            return action(made)
     except MegatronSparseError as error:
         code = _first_exit_code(store, rank, world_size, error.exit_code)
         if code is None:  # this rank is the first to fail
             print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not `sys.exit`: the error's traceback keeps the group's threads, which would then abort.
+        # Not `sys.exit`: the error's traceback keeps the bench's threads, which would then abort.
         os._exit(error.exit_code if code is None else code)
 
 
@@ -293,7 +293,7 @@ def run[Cases: Rounds](
     if place.virtual:
         rows = run_virtual(bench, cases, place.topology(ranks), json_path)
     elif started:
-        rows = as_rank(partial(bench, cases), lambda group: group.shown_rows(json_path))
+        rows = as_rank(partial(bench, cases), lambda made: made.shown_rows(json_path))
     else:
         flags = [] if json_path is None else [f"--json={json_path}"]
         command = [*cases.NAME.split(), *cases.arguments(), *flags]
