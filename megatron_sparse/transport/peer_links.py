@@ -94,7 +94,10 @@ class _Link:
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > LONGEST_LINE:
             raise OSError("a line is too long")
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError:  # brackets in brackets, thousands of them
+            raise ValueError("not a message of a rank") from None
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message of a rank")
         return messages
