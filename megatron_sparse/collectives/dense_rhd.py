@@ -106,8 +106,8 @@ class Folding:
 def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: bool) -> Phase:
     """Fold and halving: leaves the sum of this rank's block in the accumulator.
 
-    `cuts` are the n + 1 offsets of the ranks' pieces. `last`: this rank will post nothing more; it
-    must be false where ranks are folded, because `unfold_pieces` or `double` follows.
+    `cuts` are the n + 1 offsets of the ranks' pieces. `last`: this rank will post nothing more:
+    neither `double` nor, in a group with folded ranks, `unfold_pieces` follows.
     """
     group, whole = folding.group, (cuts[0], cuts[-1])
     if folding.folded:

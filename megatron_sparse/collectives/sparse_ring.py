@@ -145,7 +145,7 @@ def ring_reduce_scatter(
 def ring_gather_sums(
     identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup
 ) -> Phase:
-    """Spreads the sum of each rank's shard to all: SpCCL's all-gather (section IV-B).
+    """Writes the sum of every shard on all ranks: SpCCL's all-gather (section IV-B).
 
     Each rank encodes its sum once; the records go round the ring unchanged and are decoded as they
     arrive. Nothing is posted after it. `cuts`: the shard of each rank; `sums` holds the complete

@@ -243,7 +243,7 @@ def range_limits(
         zeros_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
         limits_P = Limits(torch.full_like(zeros_P, KEEP_ALL), zeros_P, ties=zeros_P.long())
     else:
-        # Padding (-1) gets the last parameter's name, but its key has no effect at density 1.
+        # Padding (-1) gets the last parameter's name; its own density, 1, ignores the key.
         names = [bucket.parameters[index].name for index in indices_P]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         # Density 1 gives pieces that are not pruned the threshold `KEEP_ALL`.

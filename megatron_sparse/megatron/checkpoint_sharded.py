@@ -201,9 +201,10 @@ def _entries(checkpoint: Path) -> _Entries:
 def _residual_requests(
     attachment: Attachment, found: _Entries, mode: str
 ) -> Iterator[tuple[str, tuple[HeldSlice, dict[str, ShardedTensor]]]]:
-    """Yields the slices that this rank reads: (key in `requests`, (slice, requests for its rows)).
+    """Yields the slices that this rank reads: (label, (slice, requests for its rows)).
 
-    The latter are keyed 0, 1, ...; empty if the slice has no saved rows.
+    The requests are keyed 0, 1, ...; empty if the slice has no saved rows. `mode`: the
+    `residual_checkpoint` with which the checkpoint was saved.
 
     Raises:
         CheckpointError: a parameter has another size.

@@ -115,8 +115,8 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
     (`Topology.nic` is `node`: alpha and beta of `inter` are then the card's), a lane gets an even
     share of it: its beta is that of the card, times the lanes that the node's ranks are in. Where
     each rank has a card of its own (`rank`), a lane has its rank's card to itself. The backend's
-    own collective among the ranks of a lane is priced in the same way, from the backend's ring over
-    all ranks, of which one link leaves each node; it is never faster than the lane's link.
+    own collective (`dense`) is a ring over all ranks with one link out of each node: its beta grows
+    in the same way, and is at least that of the lane's `inter`.
 
     Args:
         cluster: of all `lanes` x `ranks` ranks.

@@ -305,7 +305,7 @@ class ClusterModel:
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # One line for each rate. Keys keep their order: a truncated file lacks those after `codec`.
+        # One line for each rate. In field order: a truncated file lacks keys, so `load` refuses it.
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )

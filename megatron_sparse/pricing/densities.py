@@ -10,8 +10,8 @@ all, and which fraction of the blocks holds a non-zero element. The rest is assu
 - A shard's sum of k ranks lies on the power law in u = -log(1 - density) through its own densities
   for one and for all ranks, as in `SparsityProfile.sum_density` for the whole bucket. For
   independent positions this is SpCCL's equation 7, applied repeatedly.
-- Within a shard a block is non-zero with the probability for e independently chosen elements; e is
-  set so that all shards together have the measured fraction.
+- A shard's block is as likely non-zero as one of e independent elements would be; e is set so that
+  all shards together have the measured fraction.
 
 Legend: P partitions.
 """
@@ -86,7 +86,7 @@ class SumDensities:
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
-        # 1 - (1 - density)^block_elements: one of so many independent elements is non-zero.
+        # 1 - (1 - density)^e: at least one of the e elements of the head is non-zero.
         return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:

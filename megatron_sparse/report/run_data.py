@@ -177,8 +177,8 @@ def _load_summary(
     """The fields of `summary.json`, with totals counted anew from the iterations.
 
     If the file cannot be read, only the totals, the name and the target density, and `gaps` gets a
-    sentence. The target density is `compression.density` of the configuration, or else of the
-    file; if that is `auto`, it is the density that was sent, or None if all elements were.
+    sentence. The target density is None if all elements were sent; else `compression.density` of
+    the configuration, or that of the file; for `auto` the density that was sent.
     """
     found: dict[str, Any] = {}
     if (folder / SUMMARY_FILE).exists():

@@ -51,7 +51,7 @@ class Columns:
         self.header = "#" + (self._indent + " ".join(titles).rstrip())[1:]
 
     def line(self, row: object) -> str:
-        """The table's line for a row; a value of None is printed as `-`."""
+        """The line of a row, indented like the header; a value of None is printed as `-`."""
         cells = []
         for attribute, spec, text_spec in self._columns:
             value = _value(row, attribute)

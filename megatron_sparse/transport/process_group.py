@@ -105,7 +105,7 @@ class ProcessGroupTransport:
         self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:
             self._liveness = open_liveness(ranks, own_rank, timeout_s, self._broadcast)
-        # After the side channel: the all-gather of nodes ends only when all ranks have connected.
+        # Also a barrier: when this all-gather ends, every rank has joined the side channel.
         try:
             self.nodes = self._find_nodes()
         except ConfigError:
@@ -201,7 +201,7 @@ class ProcessGroupTransport:
         sizes first. One that is shorter by 8 bytes or more is an error.
         """
         # An all-to-all: one tensor to, and one from, every other rank. Decided with empty tensors
-        # included, because all ranks must make the same NCCL call, whichever of theirs are empty.
+        # included, because all ranks with messages must make the same NCCL call.
         is_all_to_all = all(
             len(pieces) == len({peer for peer, _ in pieces}) == self.world_size - 1
             for pieces in (sends, receives)

@@ -20,7 +20,6 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, count, pairwise
 from typing import Any
 
@@ -188,7 +187,7 @@ class VirtualCluster:
                 return
             if outcome is Marker.UNORDERED or outcome is Marker.QUEUED:
                 continue  # they promise nothing that is checked here
-            if isinstance(outcome, Enum):
+            if outcome is Marker.POSTED:
                 assert self.transports[rank].may_post, "`POSTED` comes once"
                 self.transports[rank].may_post = False
             elif not isinstance(outcome, VirtualWork) or outcome.ready():

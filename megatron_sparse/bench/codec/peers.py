@@ -50,7 +50,7 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
 
 
 def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Returns adding the non-zero elements to an fp32 accumulator; finding them is not timed."""
+    """The peer adds the non-zero elements to an fp32 accumulator; finding them is not timed."""
     acc_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
     index_K = pruned_N.nonzero().squeeze(1)
     values_K = pruned_N[index_K].float()

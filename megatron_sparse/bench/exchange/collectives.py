@@ -52,7 +52,7 @@ from megatron_sparse.transport.virtual import VirtualTransport
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LINK_ROUNDS = 7
+LINK_REPEATS = 7
 LINK_BYTES = 8 << 20
 VIRTUAL = "virtual"
 BYTES_AN_ELEMENT = 40
@@ -117,7 +117,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """Payload bytes a second of each rank's link: as `--mbit` says, else measured on a ring."""
         if self._cases.mbit is not None:
             return payload_rate(self._cases.mbit)
-        sweep, clock = LinkSweep((LINK_BYTES,), LINK_ROUNDS, rounds=1), host_clock(self._device)
+        sweep, clock = LinkSweep((LINK_BYTES,), LINK_REPEATS, rounds=1), host_clock(self._device)
         (round_s,) = complete(ring_times(self._transport, [range(self.world_size)], sweep, clock))
         return LINK_BYTES / round_s
 

@@ -235,7 +235,7 @@ def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # The runs of the race without the plugin; plain Megatron's is one and reaches the loss.
+        # The race's runs without the plugin: `min` finds one, as plain Megatron's gets there.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)
