@@ -155,7 +155,7 @@ class CompressionConfig(Checked):
         return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
-        """Returns a copy for a run of `iterations`, without null in `warmup_iters`, `ramp_iters`.
+        """Returns a copy for a run of `iterations`: no null except the ramp of `density=auto`.
 
         Example:
             >>> short = CompressionConfig().in_run_of(1000)

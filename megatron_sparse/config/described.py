@@ -53,7 +53,7 @@ class Key:
 
 
 def first_sentence(text: str) -> str:
-    """The text up to its first semicolon or full stop, but not that of `e.g.` and `i.e.`.
+    """Up to the first semicolon or full stop (not of `e.g.`, `i.e.`), or the whole text.
 
     Example:
         >>> first_sentence("any flag, e.g. `seed`. Not ours.")

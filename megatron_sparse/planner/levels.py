@@ -100,7 +100,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
 
 
 def has_lanes(node_sizes: Sequence[int]) -> bool:
-    """Whether level `node` differs from `rank`: several nodes, all with the same ranks above 1.
+    """Whether level `node` differs from `rank`: several nodes of one size, above 1.
 
     Example:
         >>> has_lanes((4, 4)), has_lanes((8,)), has_lanes((1, 1)), has_lanes((4, 2))

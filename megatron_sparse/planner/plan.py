@@ -124,7 +124,7 @@ class Planner:
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in `step`: all elements if the step prunes none, else `_choose`.
+        """The plan of `bucket` in `step`: dense or quantised in some phases, else `_choose`.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
@@ -172,7 +172,7 @@ class Planner:
         return always_quantises or self._compression.given_value_bits is not None
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The scheme of a pruning step: the configured one; for `auto` the one of fewest bytes."""
+        """The scheme of other steps: the configured one; for `auto` the one of fewest bytes."""
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")

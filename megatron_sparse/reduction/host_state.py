@@ -85,7 +85,7 @@ class HostState:
         """Changes `compression.density` from the next step on.
 
         Collective: every rank calls it between two steps. During the warm-up it sets the density
-        at which the ramp will end. Without effect if nothing is compressed. Checkpoints do not
+        at which the ramp will end. Without effect if nothing is pruned. Checkpoints do not
         save it: a resumed run starts with the density of its configuration.
 
         Args:

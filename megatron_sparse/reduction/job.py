@@ -15,7 +15,7 @@ generator. "Host" is the CPU's side, as opposed to the device.
 
 On CUDA a job uses two streams, which all buckets share:
 
-    codec     before its gate: prepare and select
+    codec     before its gate: average, select
     network   behind its gate: exchange, decode, and all else
 
 Each stream runs the buckets in the order of their launch. A bucket enters the codec stream after
@@ -370,7 +370,7 @@ class Pending[T]:
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Marks the job as ended, by an error or without one, and wakes waiting threads."""
+        """Ends the job, by an error or without, and wakes waiting threads; call it once."""
         self.error = error
         self.finished_s = time.perf_counter()
         self._ended.set()

@@ -42,7 +42,7 @@ rank order and in fp32.
 All steps are posted behind the gate (`job.Gate`), so that all ranks post to all groups in one
 order; at these levels the selection comes behind the gate, too.
 
-At level `rank` Megatron's distributed optimizer may still have several instances
+At levels `rank` and `node` the distributed optimizer may have several instances
 (`num_distributed_optimizer_instances` = k > 1), each with the whole optimizer state. A bucket is
 then reduce-scattered inside the instance by its plan's scheme, and `sum_over_instances` adds up the
 shards across: dense, by the backend's all-reduce, as in Megatron, because a sum of many ranks has
@@ -104,7 +104,7 @@ def level_of(
         data_parallel: the ranks whose gradients are summed.
         groups: of a level above `rank`; None for `rank`.
         options: `scheme` of the configuration.
-        buffers: memory for the parts of reduce-scatters, which are no views of the bucket.
+        buffers: memory for parts that are no views of the bucket.
     """
     if groups is None:
         return Level(data_parallel)
@@ -177,7 +177,7 @@ class _LevelWithParts(Level):
         super().__init__(groups.across)
         self._group = groups.inside
         # Over gloo: pairwise messages instead of gloo's collectives (see the module's docstring).
-        # Virtual ranks are on a CPU too, but simulate a backend with ring collectives.
+        # Virtual ranks may be on a CPU; they simulate a backend with ring collectives.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
         self._options = options

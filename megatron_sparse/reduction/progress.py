@@ -13,8 +13,8 @@ decoded. On CUDA the two streams of `job` do the same on the device.
   launch a bucket's NCCL kernels at a moment that differs between ranks. Two ranks could then each
   wait in one kernel for a peer whose own kernel is behind another one in its queue: a deadlock. So
   all device work of a bucket is launched before `submit` returns, in the middle of the backward
-  pass. In capacity mode (`scheme.capacity`) `submit` does not block. In other modes ranks exchange
-  the sizes of messages, and `submit` blocks until the CPU has them.
+  pass. In capacity mode (`scheme.capacity`) `submit` does not block. Else sparse schemes
+  exchange the sizes of messages, and `submit` blocks until it has them.
 - `Progress` itself drives nothing: on virtual ranks the caller does, by `Pending.run_alone`.
 """
 
@@ -107,7 +107,7 @@ class ProgressThread(Progress):
         return pending
 
     def close(self) -> None:
-        """Ends the thread. Jobs that still run have `CLOSING_S` to end, then they end by an error.
+        """Ends the thread. Jobs that still run after `CLOSING_S` end with an error.
 
         Their peers may never take part, for example if an error ends this rank's step: so this does
         not wait for the timeout. The other ranks are told of the error (`announce`).

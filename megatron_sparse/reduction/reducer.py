@@ -239,8 +239,9 @@ class GradientReducer:
     def left_to_host(self, bucket: Bucket, step: int) -> bool:
         """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
-        True from the second step with compression off on. The first one goes through this reducer,
-        which sends the residual and checks that ranks agree; so does a repetition of that step.
+        False with optional features; true from the second step with `compression.enabled=false`.
+        The first one, and a repetition of it, go through this reducer: it sends the residual and
+        checks that ranks agree.
         """
         is_off = not self._config.compression.enabled
         residual_is_sent = self._sent_while_off.get(bucket.name, step) < step

@@ -38,7 +38,7 @@ FEWEST_STEPS, MOST_STEPS = 3, 50
 allocate, and build what is built at first use; and a sparse preset would distort Adam's first
 moments. After the last, users expect the choice."""
 SETTLE, TIMED = 2, 6
-"""Steps of a trial: first those that are not timed, since they allocate buffers of new sizes."""
+"""Steps of a trial: untimed ones, which allocate buffers of new sizes, then timed ones."""
 TOO_SLOW = {SETTLE: 1.5, SETTLE + 1: 1.25}
 """Steps of a trial -> ratio: after so many steps it ends early if its fastest step takes more than
 this many times the time of the fastest preset."""

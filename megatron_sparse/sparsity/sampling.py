@@ -200,7 +200,7 @@ class SamplePlan:
         mask_N[: self.numel].copy_(values_N)
         mask_N[self.numel :] = False
         mask_B64 = mask_N.view(-1, WORD_BITS)
-        # Eight bytes of 0 or 1 are added at once: the highest byte of the product is their sum.
+        # Eight bytes are added at once: the product's highest byte is the sum of the 64.
         nnz_B = (mask_N.view(torch.int64).view(-1, WORD_BITS // 8).sum(1) * _BYTE_SUM) >> 56
         window_bits = mask_N.view(-1, WINDOW_NUMEL)[self.window_W.to(mask_N.device)]
         # Eight bytes of 0 or 1 become eight bits: byte i is bit i of the product's highest byte.

@@ -61,7 +61,7 @@ class NcclLibrary:
         return bytes(made)
 
     def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
-        """Makes a communicator on this thread's device, with all ranks; returns its address."""
+        """Makes a communicator on this thread's device once all ranks do; returns its address."""
         made = ctypes.c_void_p()
         identifier = _UniqueId.from_buffer_copy(unique_id)
         self._call("ncclCommInitRank", ctypes.byref(made), world_size, identifier, rank)

@@ -110,7 +110,7 @@ class PeerLinks:
         rank: the global rank of this process.
 
     Attributes:
-        lost: rank -> why it is gone, in the order in which ranks were lost.
+        lost: rank -> why it is gone, in the order in which it was noticed.
         silent_s: rank -> seconds since its last message, only for those above 2 `BEAT_S`.
     """
 

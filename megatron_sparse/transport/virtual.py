@@ -132,8 +132,8 @@ class VirtualCluster:
     def group(self, ranks: Sequence[int]) -> list[VirtualTransport]:
         """Makes a group of these ranks; returns its transports, in the order of `ranks`.
 
-        They use the cluster's clock, ports and byte counters; their collectives' messages match
-        those of no other group. A rank uses its transport in the generator that `run` drives.
+        They use the cluster's clock, ports and byte counters; their all-gathers and reductions
+        meet no other group's. A rank uses its transport in the generator that `run` drives.
 
         Example:
             >>> inside = VirtualCluster(4).group([2, 3])
@@ -191,7 +191,7 @@ class VirtualCluster:
                 assert self.transports[rank].may_post, "`POSTED` comes once"
                 self.transports[rank].may_post = False
             elif not isinstance(outcome, VirtualWork) or outcome.ready():
-                # Works that move nothing, such as a copy to the CPU, take no modelled time.
+                # Works that are no messages (a copy to the CPU) take no modelled time.
                 outcome.finish()
             else:
                 waiting[rank] = outcome
@@ -279,7 +279,7 @@ class VirtualCluster:
         sum_N = first.clone()
         for values_N in others:
             sum_N += values_N
-        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]  # of n equal pieces
+        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]  # of n pieces
         sizes = [(stop - start) * sum_N.element_size() for start, stop in pairwise(cuts)]
         done_s = self._run_ring(ranks, sizes, phases=1 if scatter else 2)
         for index, rank in enumerate(ranks):
