@@ -182,7 +182,7 @@ def _redact_word(word: str) -> str:
     override = _OVERRIDE.fullmatch(word)
     if override is None:
         return redact_text(word)
-    sign, name, value = override.groups()  # the sign is Hydra's `+`, `++` or `~`
+    sign, name, value = override.groups()  # sign: Hydra's `+`, `++`, `~`, or a flag's dashes
     if _is_hidden(name):
         return f"{sign}{name}={REDACTED}"
     if name.rpartition(".")[2] == _ENVIRONMENT_SECTION:  # cluster.env={NAME:VALUE,...}
