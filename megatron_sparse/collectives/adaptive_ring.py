@@ -119,7 +119,7 @@ def _initial_densities(
 
 
 def cost(run: DryRun) -> None:
-    """`sparse_ring.cost`, but a sum goes dense above the density threshold of its link.
+    """`sparse_ring.cost`, but a sum goes dense from its link's density threshold on.
 
     SpCCL's equations 3 to 6 as in `sparse_ring.cost`. The density on each link follows equation 7,
     calibrated by each record that crosses the link (`link_density`).

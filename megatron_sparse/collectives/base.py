@@ -27,7 +27,7 @@ from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker, PeerTensors, SubsetTransport
 
 SMALL_BYTES = 2**19
-"""gloo: messages of a bucket up to this total size are posted at once. Rounds take longer."""
+"""gloo: up to this total a bucket's messages take under a round: all are posted at once."""
 
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
@@ -164,7 +164,7 @@ class Identity:
     def tag(self) -> int:
         """The tag of all pairwise messages of the collective.
 
-        A message is received only under the sender's tag. So ranks that disagree time out, with an
+        gloo matches only messages with the same tag. So ranks that disagree time out, with an
         error that names the bucket, and overrun no buffer.
         """
         return self.fingerprint & 0x7FFFFFFF  # a tag has 31 bits

@@ -74,7 +74,7 @@ def _needs_fp32_sums(bucket: Bucket, value_dtype: torch.dtype) -> bool:
 
 
 def cost(run: DryRun) -> None:
-    """Predicts the time of the backend's own collective: a ring over the link `ClusterModel.dense`.
+    """Predicts the time of the backend's own collective: a ring over `ClusterModel.dense_link`.
 
     With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
     of SpCCL and of PCCL, twice). A reduce-scatter takes half. On CPU the ranks agree first, as in

@@ -155,7 +155,7 @@ def unfold_pieces(
     if folding.guest is not None:
         piece = accumulator.outgoing(cuts[folding.guest], cuts[folding.guest + 1])
         sends = [(folding.guest, piece)]
-    # Without a guest this only yields `POSTED` if `last`.
+    # Without a guest: an empty round, for its `POSTED`.
     yield from group.exchange(sends, [], last=last)
 
 

@@ -153,7 +153,7 @@ class LaneParts:
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
         """The bucket that this lane's ranks, one of each node, reduce in phase 2: the lane's part.
 
-        Its operation is the whole bucket's if all nodes have as many owners in this lane, so that
+        Its operation is the whole bucket's if nodes have equally many owners in this lane, so that
         shards are equal; else an all-reduce, after which each rank keeps its own shard.
         """
         lanes, part = self.lanes, self.part(self.lanes.lane)
@@ -304,8 +304,8 @@ def cost(run: DryRun) -> None:
     elif largest > lanes:
         link = run.clocks.topology.intra
         most_guests = -(-(largest - lanes) // lanes)  # of one lane, rounded up
-        shard_bytes = FP32_BYTES * whole.numel / run.n
-        run.clocks.work(link.alpha_s + most_guests * link.beta_s * shard_bytes)
+        guests_s = most_guests * link.beta_s * FP32_BYTES * whole.numel / run.n
+        run.clocks.work(link.alpha_s + guests_s)
 
 
 def _within_node_cost(

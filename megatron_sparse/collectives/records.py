@@ -99,7 +99,7 @@ def group_of(identity: Identity, message: Message, transport: Transport) -> Subg
 def reads_reports(collective: SparseCollective) -> SparseCollective:
     """Decorator: reads the reports of a collective's codec calls at its end, raises their errors.
 
-    Only messages in capacity mode have reports. The error is a `WireFormatError`: a peer's records
+    Only messages in capacity mode have reports. The error is `WireFormatError` if a peer's records
     are not what was announced. With `QUEUED` the bucket may be used before the CPU has read them.
     """
 

@@ -164,7 +164,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
 def _check_engine(config: SparseConfig) -> None:
     """Refuses `scheme.nccl_engine` with Rice-coded records, or without capacity mode.
 
-    The engine needs messages of fixed size, and it cannot decode format rice.
+    The engine needs messages of fixed size, and it cannot encode format rice.
     """
     scheme, bits = config.scheme, config.compression.given_value_bits
     if not scheme.nccl_engine:

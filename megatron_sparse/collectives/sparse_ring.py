@@ -220,7 +220,7 @@ def ring_reduce_scatter_cost(
         addition_n = np.where(dense_n, dense_addition_s, adding_n)
         run.work(addition_n[ranks - 1])  # of what the predecessor sent
         link_n = np.where(dense_n, link_n, sent_n)  # records calibrate, dense sums do not
-    # What the predecessor sent last, extrapolated to this rank's own contribution.
+    # What the predecessor sent last, extrapolated by this rank's own contribution.
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 
 

@@ -168,7 +168,7 @@ class DryRun:
         self.shifts([(step, nbytes, 0.0)])
 
     def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
-        """Runs rounds in which rank r sends to rank r - step: (step, bytes sent, seconds of work).
+        """Runs rounds (rank r sends to r - step) of (step, bytes sent, seconds of work meanwhile).
 
         Bytes and seconds are one number for all ranks, or an array with one for each rank.
         """

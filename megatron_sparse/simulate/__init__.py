@@ -1,6 +1,6 @@
 """The papers' figures, regenerated on the virtual cluster with the parameters of their clusters.
 
-`levels` belongs to no paper: it predicts the time of compression at each level.
+`levels` belongs to no paper: it prices a synchronisation at each level.
 
 A MODEL, not a measurement: messages and codecs are real, time is alpha-beta (`pricing`). One module
 for each paper, with its figures in `FIGURES`; docs/results/figures.md shows them and compares them

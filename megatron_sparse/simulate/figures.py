@@ -122,7 +122,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
-    """Groups rows by the value of a column, or by the values of several columns as a tuple."""
+    """Groups rows by a column's value, or by a tuple of several columns'; keeps their order."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         values = tuple(row[key] for key in keys)

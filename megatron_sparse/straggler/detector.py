@@ -57,7 +57,7 @@ def share_bound(hits: int, count: int) -> float:
 
 
 def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
-    """The rank that was last in most of the past steps (Wilson's bound); None if there is none."""
+    """The rank that was last in most of at least `MIN_HISTORY` steps (Wilson's bound), or None."""
     if len(steps) < MIN_HISTORY:
         return None
     counts = Counter(map(last_rank, steps))  # rank -> steps in which it was last

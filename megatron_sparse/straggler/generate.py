@@ -9,7 +9,7 @@ a chunk doubles in each later round, so k rounds later all ranks hold it. Until 
 In rounds before k, each rank that holds a chunk gives it to a rank that holds none
 (`_first_copies`). From round k on every early rank holds exactly one active chunk: ranks with the
 due chunk are paired with ranks without it, and each pair exchanges (`_exchanges`). When a rank
-meets the straggler, all ranks must hold its active chunk. So the straggler's partners of the next k
+meets the straggler, its active chunk must be due. So the straggler's partners of the next k
 rounds (the *critical window*) are paired first.
 
 Deviation: the paper forbids to match two ranks of the critical window; here that is only avoided.
@@ -112,7 +112,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
         # The straggler has met every rank. It now helps to spread the last chunk, n - 2.
         chunk_of[straggler] = n - 2
         without_due.append(straggler)
-    # A rank in the critical window only receives a chunk that is due when it meets the straggler.
+    # A rank in the critical window only receives a chunk due by the time it meets the straggler.
     window = range(number + 1, min(number + levels, n - 2) + 1)
     pairs: list[tuple[int, int]] = []
     for rank in window:
