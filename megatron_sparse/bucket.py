@@ -1,7 +1,7 @@
 """A gradient bucket and how it is cut: parameters, shards, wire segments, threshold ranges.
 
 A picture above `Layout` shows all cuts. A *segment* is encoded as one record; all elements of a
-*range* share one threshold; a *piece* is a parameter or the padding after it.
+*range* share one threshold; a *piece* is a parameter or padding.
 
 Shape suffixes: N elements of the bucket, S segments, R ranges, P pieces.
 """

@@ -16,7 +16,7 @@ def is_installed(module: str) -> bool:
     """
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # a package above the module is missing, or has no spec
+    except (ImportError, ValueError):  # a package above is missing, or the module has no spec
         return False
 
 

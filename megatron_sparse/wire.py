@@ -87,7 +87,7 @@ def payload_bytes[T: (int, torch.Tensor)](
 
 
 def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> int:
-    """Bytes of the sections of a blocks record: `n_blocks` blocks of `block_size` values each.
+    """Bytes of the sections of a blocks record: `n_blocks` blocks of `block_size` values, padded.
 
     Example:
         >>> blocks_payload_bytes(3, 64, 0)  # 16 of sub-header, 12 of indices, 768 of values
@@ -98,7 +98,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The least span whose chunks have `RICE_CHUNK_ENTRIES` entries on average at this density.
+    """The least span with `RICE_CHUNK_ENTRIES` entries a chunk on average; else the largest span.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries

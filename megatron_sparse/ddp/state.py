@@ -146,7 +146,7 @@ class DDPState(HostState):
             )
 
     def discard_step(self) -> None:
-        """Restores the residual to its value before the last pass, whose gradients are not used.
+        """Restores the residual to its value before the last synchronised pass, which is not used.
 
         For loops without an optimizer of torch's; call it before the next pass, on every rank.
         Does nothing if an optimizer has used the last pass.
@@ -194,7 +194,7 @@ class DDPState(HostState):
         return False
 
     def _pass_begins(self) -> None:
-        """Settles the selections of the last pass if it is unused; then follows the scaler."""
+        """Decides about the last pass's selections if it is unused; then follows the scaler."""
         if self._is_unused:
             if not self._knows_steps:  # without an optimizer every pass counts as used
                 self.residuals.commit()
@@ -346,9 +346,8 @@ class DDPState(HostState):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
 
-        Tensors are copies in host memory. With `residual_checkpoint=none` there are no residuals.
-        Residuals are saved without the changes of an unused pass, because its gradients are not
-        saved either.
+        Tensors are copies on the host; on CUDA this waits for them. With `residual_checkpoint=none`
+        there are no residuals. Changes of an unused pass are left out: its gradients are not saved.
         """
         self._check_attached()
         residuals: dict[str, torch.Tensor] = {}  # by the parameter's name

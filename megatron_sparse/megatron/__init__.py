@@ -20,7 +20,6 @@ _EXPORTS = {
     "Plugin": "megatron_sparse.megatron.plugin",
     "install": "megatron_sparse.megatron.plugin",
 }
-
 """Each public name of this package, and the module that defines it."""
 __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
 

@@ -25,7 +25,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
     """Makes the training, validation and test datasets.
 
     Only the first rank of each tensor-parallel group reads data; `get_batch` broadcasts it.
-    `samples` are the samples of each dataset. Megatron passes the virtual pipeline stage
+    `samples` has the size of each dataset. Megatron passes the virtual pipeline stage
     `vp_stage`, but all stages have the same datasets.
     """
     args: Any = get_args()

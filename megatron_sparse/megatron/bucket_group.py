@@ -51,12 +51,12 @@ class Handle:
 
 
 class TimedHandle:
-    """Wraps the handle of Megatron's own collective, and times the wait. Make it before the launch.
+    """Wraps the handle of Megatron's collective; times the wait. Make it right before the launch.
 
     Args:
         records: one for each bucket of the group; the first one gets the wait for all of them.
         sink: receives the records.
-        on_waited: called with the seconds of the wait, before the sink gets the records.
+        on_waited: called with the host's seconds of the wait, before the sink gets the records.
 
     Attributes:
         handle: set it after the launch to Megatron's handle, whose `wait` on CUDA blocks only the

@@ -30,7 +30,7 @@ class ChosenCheckpoint:
     """The checkpoint that a run resumes from.
 
     Attributes:
-        iteration: the checkpoint's; 0 for a release; None if there is no complete checkpoint.
+        iteration: the checkpoint's; 0 for a release; None if no complete one may be taken.
         damage: why the checkpoint is not the one that the tracker names; empty if it is.
     """
 

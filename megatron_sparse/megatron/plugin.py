@@ -199,7 +199,7 @@ class Plugin:
     ) -> None:
         """Passes an iteration to the telemetry; `result` is that of Megatron's `train_step`.
 
-        Reading the loss waits for no GPU work: the optimizer's step has read the gradient's norm.
+        Reads the loss on the host, after the optimizer's sync.
         """
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None

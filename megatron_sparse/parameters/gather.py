@@ -430,7 +430,7 @@ def gather_per_node(
         rounds.append(([(target, own_record)], received[-1]))
 
     def arrived(number: int) -> None:
-        """Called when round `number` begins, so the records of the round before have arrived."""
+        """Takes the records of the round before `number`, which have arrived; see `in_rounds`."""
         for sender, record in received[number - 1] if number else ():
             take(sender, record)
 

@@ -103,7 +103,7 @@ class JsonLines:
                 file.write("\n".join(pending) + "\n")
 
     def repair(self) -> None:
-        """Creates the file if it is missing, unless optional; drops an end that a kill has damaged.
+        """Creates the file if it is missing, unless optional; drops a damaged end with a warning.
 
         Raises:
             OSError: the file cannot be written.

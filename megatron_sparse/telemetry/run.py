@@ -203,7 +203,7 @@ class RunTelemetry:
         replaces all lines from that number on. On CUDA this waits for the events of the iteration's
         stages: call it after the optimizer step, when the losses are read anyway.
 
-        Takes the arguments of `iteration_breakdown`; returns the breakdown, on every rank.
+        Arguments: see `iteration_breakdown`. Returns the breakdown, on every rank.
         """
         assert self._closed is None, "end_iteration after close"
         # From here on new records belong to the next iteration.
