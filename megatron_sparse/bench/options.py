@@ -352,7 +352,7 @@ class Sizes(Options):
         fitting = f"{least} to max_bytes ({self.max_bytes})"
         return [
             ("min_bytes", self.min_bytes, least <= self.min_bytes <= self.max_bytes, fitting),
-            # All elements are one segment of the message, whose size is limited.
+            # All elements are one segment of the message, and a segment's size is limited.
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
         ]
 

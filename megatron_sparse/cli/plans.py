@@ -116,7 +116,7 @@ def plan(
         run=run,
         sizes=sizes,
         ranks=ranks,
-        anew=candidates is not None or value_bits is not None,  # plan.json has no such times
+        anew=candidates is not None or value_bits is not None,  # not the times in plan.json
         pricing=pricing,
         density=density,
         op=CollectiveOp(op),

@@ -148,7 +148,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
             remedy="leave plugin out: plain Megatron has nothing to count",
         )
     if config.cluster.device == "auto":
-        config = preparation.decide(config)  # with `cuda` it would require this machine's GPUs
+        config = preparation.decide(config)  # not for `cuda`: would require GPUs on this machine
     config = preparation.with_precision(config)
     vocab_size = config.model.vocab_size or training.find_data(config)[0]
     sparse = with_swept_thresholds(config.sparse)
@@ -197,7 +197,7 @@ def account(
     if config.scheme.name == AUTO and config.planner.cluster:
         notes = ("planner.cluster may choose schemes that need other buffers",)
     if config.scheme.capacity == "auto":
-        # `auto` depends on the device, and the virtual ranks are on a CPU: decide it for the run's.
+        # `auto` depends on the device. The virtual ranks' is a CPU: decide for the run's device.
         # Messages have a fixed size (slots) only if no rank may be skipped as a straggler.
         name = config.scheme.name
         scheme_takes_slots = name == AUTO or SCHEMES[name].takes_slots
@@ -370,7 +370,7 @@ def _allpairs_nbytes(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
     added up in one more buffer, in fp32.
     """
     members = len(choice.nodes[0]) if choice.nodes else bucket.world_size
-    # A reduce-scatter adds up one node's shards at a time, an all-reduce the whole bucket.
+    # A reduce-scatter adds up the shards of one node's ranks at a time: a piece is one shard.
     scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
     piece_numel = bucket.numel // (bucket.world_size if scatters else members)
     element_bytes = bucket.grad_N.element_size()

@@ -79,7 +79,7 @@ class Chart:
         from matplotlib import figure, rc_context
 
         file = io.StringIO()
-        # No date and, by the salt, no random ids: the same data gives the same text. None: omitted.
+        # Without date (None omits it) and random ids (the salt) the same data gives the same text.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with rc_context(_STYLE | {"svg.hashsalt": self.name}):
             canvas = figure.Figure(figsize=(WIDTH_IN, self.height_in))
@@ -89,7 +89,7 @@ class Chart:
 
 
 def _cleaned(text: str, prefix: str) -> str:
-    """The file's `<svg>` element, with `prefix` before each id: two charts have the same ids."""
+    """The file's `<svg>` element; `prefix` before each id, as charts share ids such as `axes_1`."""
     text = text[text.index("<svg") :]
     # A style sheet inside would apply to the whole page.
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)

@@ -86,7 +86,7 @@ def progress_after(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProg
     total = config.get("training.iterations")
     name = config.get("name") or folder.resolve().name
     progress = RunProgress(name, total if isinstance(total, int) else None)
-    now_s = 0.0  # as if no time had passed between iterations, which is not recorded
+    now_s = 0.0  # of iterations alone: the time between two iterations is not recorded
     for line in lines:
         now_s += line.iteration_ms / 1e3
         progress.add(line, now_s)

@@ -97,7 +97,7 @@ def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
 
     Args:
         dump: the gradient dump.
-        kind: the kind of gradient. A bucket that was synchronised densely has none selected.
+        kind: the kind of gradient. A bucket that was synchronised densely has no `selected` one.
 
     Raises:
         ProfileError: no gradient of the kind was recorded, or a file is missing or damaged.

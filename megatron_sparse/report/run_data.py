@@ -176,9 +176,9 @@ def _load_summary(
 ) -> Mapping[str, Any]:
     """The fields of `summary.json`, with totals counted anew from the iterations.
 
-    If the file cannot be read, only the totals, the name and the target density, and `gaps` gets a
+    If the file cannot be read, they are totals, name and target density only, and `gaps` gets a
     sentence. The target density is None if all elements were sent; else `compression.density` of
-    the configuration, or that of the file; for `auto` the density that was sent.
+    the configuration, or the file's target; for `auto` the density that was sent.
     """
     found: dict[str, Any] = {}
     if (folder / SUMMARY_FILE).exists():
@@ -260,7 +260,7 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
     same_scheme = [line for line in lines if line["scheme"] == scheme]
 
     def median_of(value: Callable[[dict[str, Any]], float]) -> float:
-        """The median of `value(line)` over the lines."""
+        """The median of `value(line)` over the lines `same_scheme`."""
         return float(median(value(line) for line in same_scheme))
 
     numel = lines[-1]["numel"]

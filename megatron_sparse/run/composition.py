@@ -62,7 +62,7 @@ _NO_NAME = re.compile(r"null|true|false|\d+", re.IGNORECASE)
 
 
 def register_schema() -> None:
-    """Makes `RunConfig` the schema of `configs/train.yaml`, and its `--help`. Idempotent."""
+    """Makes `RunConfig` the schema of `configs/train.yaml`; fills in `--help`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
     # These functions fill `${groups:}` and `${keys:}` in the template of `--help`.
     OmegaConf.register_new_resolver(
@@ -266,7 +266,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 def config_error(error: Exception) -> ConfigError:
     """Turns one of `COMPOSITION_ERRORS` into a `ConfigError` that names the key or the group.
 
-    Both come from the error's class and fields, or else from its text.
+    The name comes from the error's class and fields, or else from its text.
     """
     # Hydra wraps OmegaConf's errors, which name the key.
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None

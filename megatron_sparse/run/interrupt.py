@@ -63,8 +63,8 @@ def end_quickly() -> None:
 
 def _end() -> None:
     """The exit handler: spares Python's search for cycles; after Ctrl-C ends the process."""
-    # Frozen objects are not searched for cycles. With Triton the search is needed: from 3.9 on,
-    # its bindings print a list of their objects that are left at the end.
+    # Frozen objects are not searched for cycles. With Triton the search is needed: from Triton 3.9
+    # on, its bindings print a list of their objects that are left at the end.
     if "triton._C.libtriton" not in sys.modules:
         gc.freeze()
     if after_ctrl_c.is_set():
@@ -105,7 +105,7 @@ def saving(enabled: bool) -> Iterator[None]:
         )
         raise SignalException("Ctrl-C", sigval=signal.SIGINT)
 
-    # The agent must not replace the handler of SIGINT.
+    # The agent replaces the handlers of the signals in `_HANDLED`: SIGINT must not be one of them.
     with environment({_HANDLED: "SIGTERM,SIGHUP,SIGQUIT"}):
         before = signal.signal(signal.SIGINT, first)
         try:

@@ -131,7 +131,7 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
     from megatron_sparse.transport import nccl_communicator
 
     asks_megatron = in_launcher and bool(config.megatron)
-    if not asks_megatron:
+    if not asks_megatron:  # else `section.check` finds these errors, too
         raise_together(section.TITLE, section.quick_errors(config))
     _check_packages(config)
     if config.plugin:
@@ -277,8 +277,8 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         config.training.tensor_parallel > 1
         or (config.megatron.get("context_parallel_size") or 1) > 1
     ):
-        # Megatron requires it with these two on devices before Blackwell: kernels run in the order
-        # of their launches. Without them it would make buckets wait for the backward pass.
+        # Before Blackwell, Megatron requires 1 with tensor or context parallelism: kernels run in
+        # the order of their launches. Otherwise 1 would make buckets wait for the backward pass.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     variables |= config.cluster.env
     user_set = dict(os.environ)

@@ -59,9 +59,7 @@ def run_folder(config: RunConfig) -> Path:
 
 
 def find(config: RunConfig) -> Start:
-    """Chooses the run's own newest checkpoint, else that of `training.load`, else none.
-
-    Writes nothing.
+    """Chooses the run's own newest checkpoint, else `training.load`'s, else none; writes nothing.
 
     Raises:
         CheckpointError: the one of `training.load`, or of `megatron.ckpt_step`, is not complete.
@@ -106,7 +104,7 @@ def _find_own(config: RunConfig, checkpoints: Path) -> Start:
         return Start(int(step), _of_step(checkpoints, int(step)), own=True)
     best, repairs, warnings = Start(), {}, []
     for folder in checkpoint_folder.with_temporary(checkpoints, config.megatron):
-        # Without a tracker: a run that was killed in its first save leaves a checkpoint there.
+        # A run killed in its first save leaves a checkpoint without a tracker: it is not skipped.
         if not (folder / TRACKER).is_file() and not checkpoint_folder.saved_iterations(folder):
             continue
         choice = checkpoint_folder.choose(folder)

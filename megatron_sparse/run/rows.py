@@ -46,7 +46,7 @@ class Columns:
             text_spec = found[1] + found[2]  # alignment and width, for a title or a `-`
             self._columns.append((attribute, spec, text_spec))
             titles.append(format((title or [attribute])[0].strip(), text_spec))
-        # The header's # replaces the first blank: a left-aligned first title needs one before it.
+        # The header's # replaces the first blank: one is left before a left-aligned first title.
         self._indent = "  " if self._columns[0][2].startswith("<") else ""
         self.header = "#" + (self._indent + " ".join(titles).rstrip())[1:]
 
@@ -76,7 +76,7 @@ def cell(meaning: str, column: str = "", **default: Any) -> Any:
         meaning: what the field is, in words; `null` stands for None.
         column: the column's `format title`, see `Columns`; empty for a field that only JSON has.
             Further columns, such as ratios, are separated by `|` and begin with an attribute.
-        default: `default`, for `dataclasses.field`.
+        default: none, or the argument `default` of `dataclasses.field`.
 
     Example:
         >>> cell("of a call", ">9.1f time(us) | time_us/copy_us >6.2f ratio").metadata["meaning"]

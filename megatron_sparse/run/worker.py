@@ -153,7 +153,7 @@ def _meet() -> tuple[Any, int]:
 
 
 def _set_environment(chosen: dict[str, str]) -> None:
-    """Sets environment variables, and torch's number of threads, which torch has read already."""
+    """Sets variables; also torch's number of threads, for which torch has read the old value."""
     import torch
 
     threads = chosen["OMP_NUM_THREADS"]

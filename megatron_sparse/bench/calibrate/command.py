@@ -91,7 +91,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     if request.env is not None:
         from megatron_sparse.run.composition import compose
 
-        # Before the process group, whose backend reads them. A variable that is set already wins.
+        # Set before the process group is made, whose backend reads them; one already set stays.
         for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
             os.environ.setdefault(name, value)
     make = partial(CalibrationRank, request)
@@ -121,7 +121,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
                 self._write(cluster, warning)
         if request.sweep:
             found, points = self._sweep()
-            if self.rank == 0 and cluster is not None:
+            if self.rank == 0 and cluster is not None:  # rank 0 always has one
                 self._save_thresholds(
                     replace(cluster, ring_densities=cluster.ring_densities | found)
                 )
@@ -147,8 +147,8 @@ class CalibrationRank(Bench[CalibrationOptions]):
         for form in RING_DENSITIES:
             self._tell(f"measuring: thresholds for {form}")
             sweep = sweep_thresholds(form, runs, self._transport, case)
-            found[form], curves = complete(sweep)
-            points += curves
+            found[form], tried = complete(sweep)
+            points += tried
         return found, points
 
     def _write(self, cluster: ClusterModel, warning: str) -> None:
@@ -208,8 +208,8 @@ def print_cluster(cluster: ClusterModel) -> None:
         ("inter", cluster.inter, "between nodes"),
         ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
     ):
-        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"  # of seconds a byte
-        print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{rate:>10}  {what}")
+        gbit = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"  # `beta_s`: seconds a byte
+        print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{gbit:>10}  {what}")
     print(
         f"\nhost: {cluster.host_s_per_message * 1e6:.1f} us a message, "
         f"{cluster.host_s_per_bucket * 1e6:.1f} us a bucket"

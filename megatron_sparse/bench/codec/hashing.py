@@ -57,7 +57,7 @@ def _by_position(grad_N: torch.Tensor, spec: PartitionRecord) -> torch.Tensor:
 
 def _wrong_bitmaps(case: Case) -> int:
     """Encodes a small gradient; counts bytes of its bitmap records that differ from an oracle's."""
-    case = case.of_numel(SMALL_NUMEL + 17)  # no multiple of `PARTITIONS`: their lengths differ
+    case = case.of_numel(SMALL_NUMEL + 17)  # no multiple of `PARTITIONS`: partitions differ in size
     grad_N, wrong = _sparse(case, case.numel, case.density), 0
     for spec in _specs(case):
         h0, partition = spec.partition_hash, spec.partition
@@ -104,7 +104,7 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 def _pair_tasks(case: Case) -> Iterator[Task]:
     """Yields `hash_partition`, then `encode` and `decode_add` of all partitions' pair records.
 
-    The peer of `hash_partition` is ZEN's Algorithm 1, whose entries must be the same.
+    The peer of `hash_partition` is ZEN's Algorithm 1, whose entries must have the same indices.
     """
     specs = _specs(case)
     h0 = specs[0].partition_hash

@@ -31,7 +31,7 @@ OPS = ("prune", *USUAL_OPS)
 
 
 def _is_here(device: str) -> str:
-    """Tests the option `--device`, as a `Fits`: a GPU must be one that torch sees."""
+    """A `Fits` of `--device`: empty if torch sees such a device, else what to give instead."""
     if device != "cuda":
         return ""
     import torch

@@ -135,7 +135,7 @@ def encoded(pair: ParameterPair) -> torch.Tensor:
 
 
 def moves_of(pair: ParameterPair, code: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a pair's moves, 0, -1, 1, -2, ... as 0, 1, 2, 3, ..., and the old exponent fields.
+    """Returns a pair's moves as zigzag numbers (0, 1, 2 for 0, -1, 1), and the old exponents.
 
     Args:
         pair: numbers of 16 bits, on the CPU.

@@ -12,7 +12,7 @@ from megatron_sparse.bench.table import Action
 
 
 def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Returns selection above `limit` with error feedback, leak 0, in whole-tensor operations."""
+    """The peer selects above `limit` with error feedback, leak 0, in whole-tensor operations."""
     residual_N = torch.zeros(grad_N.numel(), device=grad_N.device)
 
     def in_torch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Returns pruning with leak 1: zeroes elements of a copy up to `limit`; rounds to nearest."""
+    """The peer prunes with leak 1: zeroes elements of a copy up to `limit`; rounds to nearest."""
     copy_N = grad_N.clone()
     residual_N, sum_N = torch.zeros(2, *grad_N.shape, device=grad_N.device)
 
@@ -40,7 +40,7 @@ def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Returns the search for the indices and values of the elements that are not zero."""
+    """The peer finds the indices and values of the elements that are not zero."""
 
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)

@@ -181,8 +181,8 @@ class CollectiveBench(Bench[CollectiveSweep]):
             spare_N.copy_(base_N)
             return [self._from_last_start(lambda: self._dense(case, spare_N))]
 
-        figures, row.foreign_load = self._in_turn([scheme, dense], sweep.warmup, sweep.iters)
-        scheme_nRM, dense_nR1 = figures
+        timed, row.foreign_load = self._in_turn([scheme, dense], sweep.warmup, sweep.iters)
+        scheme_nRM, dense_nR1 = timed  # by rank, round and figure
         row.measured(scheme_nRM, dense_nR1.squeeze(-1), wire_rate)
 
     def _from_last_start(self, action: Callable[[], object]) -> float:

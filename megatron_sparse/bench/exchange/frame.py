@@ -183,12 +183,13 @@ class Bench[Cases: Rounds | CalibrationOptions]:
 
     def _foreign_load(self, load: HostLoad) -> float:
         """The share of the machines that other programs took since `load` was made."""
-        spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
+        spent_n3 = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
         # All hosts of the test bed are on one machine, although `nodes` counts each by its name.
         machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
         # Each rank has measured its whole machine; the mean stands for one machine.
-        available_s, used_s, _ = spent.mean(0).tolist()
-        return foreign_share(available_s * machines, used_s * machines, float(spent[:, 2].sum()))
+        available_s, used_s, _ = spent_n3.mean(0).tolist()
+        own_s = float(spent_n3[:, 2].sum())  # of the processes of all ranks
+        return foreign_share(available_s * machines, used_s * machines, own_s)
 
 
 def with_typed_errors(operation: Callable[[], object]) -> None:
@@ -239,7 +240,7 @@ def as_rank[Made: Bench[Any], Result](
             print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not `sys.exit`: the error's traceback keeps the bench's threads, which would then abort.
+        # Not `sys.exit`: the traceback keeps the bench's threads alive, which at exit would abort.
         os._exit(error.exit_code if code is None else code)
 
 

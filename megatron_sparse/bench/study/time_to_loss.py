@@ -113,7 +113,7 @@ def runs_of(options: RaceOptions) -> list[Run]:
     """Lists the runs: first the settings without the plugin, over loopback, with each seed.
 
     Then, for each rate of the test bed, a short run of each of these settings, only to time it, and
-    the plugin's settings with each seed. Without the test bed these run over loopback.
+    the plugin's settings with each seed. Without the test bed the latter run over loopback.
     """
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
     plain = [setting for setting in chosen if setting.plain_bits]  # without the plugin
@@ -190,8 +190,8 @@ def run(
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = runs_of(options)
-    size = f"{len(runs)} runs, {options.ranks} ranks, gloo, {options.iters} iterations of Megatron"
-    frame.begin(runs, size)
+    ranks = f"{options.ranks} ranks, gloo"
+    frame.begin(runs, f"{len(runs)} runs, {ranks}, {options.iters} iterations of Megatron")
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
     complete = at_all_rates(frame.carry_out(runs))
     rows = print_table(rows_of(complete), json_path)
@@ -235,7 +235,7 @@ def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # The race's runs without the plugin: `min` finds one, as plain Megatron's gets there.
+        # The race's runs without the plugin. `min` finds a time: plain reaches its own final loss.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)

@@ -228,7 +228,7 @@ def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = {name: median(each[name] for each in iterations) for name in sizes}
     for name, stage in stages.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
-    # For each bucket: `schemes` counts an iteration's buckets by scheme.
+    # Microseconds a bucket: `schemes` counts an iteration's buckets by scheme.
     found["host_cpu_us"] = median(
         1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
     )
