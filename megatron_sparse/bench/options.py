@@ -248,7 +248,7 @@ class Options:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """Makes the options from Typer's arguments by name; removes its own ones from `given`.
+        """Makes the options from Typer's arguments by name; removes those it uses from `given`.
 
         Raises:
             ConfigError: a value cannot be parsed, or does not fit.

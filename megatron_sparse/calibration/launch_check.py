@@ -163,7 +163,7 @@ def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFac
 
 
 def clock_offsets(transport: Transport) -> Measuring[list[float]]:
-    """Reads all wall clocks after barriers; returns each rank's less the median, in seconds."""
+    """Reads all wall clocks after barriers; returns each clock less the median one, in seconds."""
     readings = []
     for _ in range(REPEATS):
         yield from gather_rows([0.0], transport)  # a barrier

@@ -78,7 +78,7 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
 def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
     """A callback that refuses a report file which is neither a page nor a table.
 
-    Returns the files; none if the option, which may be repeated, is absent.
+    Returns the files, an empty list without the option, which may be repeated.
 
     Raises:
         ConfigError: a name ends in neither `.html` nor `.csv`, or the file cannot be written.

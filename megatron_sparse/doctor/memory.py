@@ -197,7 +197,7 @@ def account(
     if config.scheme.name == AUTO and config.planner.cluster:
         notes = ("planner.cluster may choose schemes that need other buffers",)
     if config.scheme.capacity == "auto":
-        # `auto` depends on the device. The virtual ranks' is a CPU: decide for the run's device.
+        # `auto` depends on the device, and virtual ranks are on a CPU: decide for the run's device.
         # Messages have a fixed size (slots) only if no rank may be skipped as a straggler.
         name = config.scheme.name
         scheme_takes_slots = name == AUTO or SCHEMES[name].takes_slots

@@ -130,7 +130,7 @@ def load_run(folder: Path, index: int) -> RunData:
 
 
 def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdown], RunHistory]:
-    """The iterations of a run in order, at least one, and the same as columns with totals.
+    """The iterations of a run in order, at least one; and a history with their columns and totals.
 
     Appends sentences about damaged lines to `gaps`.
 
@@ -176,7 +176,7 @@ def _load_summary(
 ) -> Mapping[str, Any]:
     """The fields of `summary.json`, with totals counted anew from the iterations.
 
-    If the file cannot be read, they are totals, name and target density only, and `gaps` gets a
+    If the file cannot be read, returns totals, name and target density only, and `gaps` gets a
     sentence. The target density is None if all elements were sent; else `compression.density` of
     the configuration, or the file's target; for `auto` the density that was sent.
     """

@@ -96,7 +96,7 @@ def saving(enabled: bool) -> Iterator[None]:
 
     def first(number: int, frame: object) -> None:
         """Raises the exception on which the agent passes SIGINT on to the ranks."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second one kills
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C kills
         print(
             "Ctrl-C: the ranks finish the iteration and save a checkpoint; "
             "press it again to stop at once",

@@ -138,7 +138,7 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
 def package_path() -> dict[str, str]:
     """The variable PYTHONPATH with which child processes import the package of this checkout.
 
-    Empty if the package is installed: it is found without.
+    Empty if the package is installed: child processes find it without PYTHONPATH.
     """
     if not (CHECKOUT / "pyproject.toml").is_file():
         return {}

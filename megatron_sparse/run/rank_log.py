@@ -67,7 +67,7 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _redirected(target: int) -> Iterator[None]:
-    """Redirects descriptors 1 and 2 to an open file descriptor, and closes that one."""
+    """Redirects descriptors 1 and 2 to the open descriptor `target`, which it closes."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = {number: os.dup(number) for number in (1, 2)}

@@ -42,7 +42,7 @@ class Start:
         return self.own and self.iteration >= config.training.iterations
 
     def repair(self) -> None:
-        """Prints the warnings, and writes `repairs` into the trackers: Megatron loads by them.
+        """Prints the warnings, and writes `repairs` into the trackers, by which Megatron loads.
 
         Raises:
             OSError: a tracker cannot be written.
@@ -62,7 +62,7 @@ def find(config: RunConfig) -> Start:
     """Chooses the run's own newest checkpoint, else `training.load`'s, else none; writes nothing.
 
     Raises:
-        CheckpointError: the one of `training.load`, or of `megatron.ckpt_step`, is not complete.
+        CheckpointError: `training.load` or `megatron.ckpt_step` names an incomplete checkpoint.
         ConfigError: `resume=must`, and the run has no complete checkpoint; or `training.load` is in
             the run's own folder, which is renamed unless the run is resumed.
     """
@@ -124,7 +124,7 @@ def _find_own(config: RunConfig, checkpoints: Path) -> Start:
 def _find_loaded(config: RunConfig, folder: Path) -> Start:
     """The start from a checkpoint in the folder of `training.load`.
 
-    With Megatron's `finetune` it counts iterations from 0.
+    With Megatron's `finetune` the run counts iterations from 0.
     """
     counts_anew = bool(config.megatron.get("finetune"))
     step = config.megatron.get("ckpt_step")

@@ -227,7 +227,7 @@ def _agree_on_folder(
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     if answer == _NOTHING_LEFT:
-        store.add(_READERS, 1)  # rank 0 keeps the store alive until all ranks have read it
+        store.add(_READERS, 1)  # rank 0 keeps the store alive until all have read the answer
         return None
     warmup, ramp, folder = json.loads(answer)
     run_dir = Path(folder)

@@ -186,7 +186,7 @@ def time_in_turn(
 ) -> list[tuple[float, ...]]:
     """Returns, for each action, its microseconds in each of the `iters` rounds after the warm-up.
 
-    Each round runs all of them once, so that a slowdown of the machine affects all of them.
+    Each round runs all actions once, so that a slowdown of the machine affects all of them.
     """
     run_round = _host_round if device.type == "cpu" else _device_round
     rounds = [run_round(actions) for _ in range(warmup + iters)]

@@ -103,11 +103,11 @@ class Codec:
 
 
 def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
-    """Yields the tasks on one gradient. The caller times each before it asks for the next.
+    """Yields the tasks on one gradient. The caller times a task before it asks for the next one.
 
-    `prune` changes the gradient in place; the tasks after it encode and add the pruned one. Without
-    peers, this takes up to five times the gradient's size in fp32 at once, besides the buffers of
-    the copy that is timed in turn with each operation.
+    `prune` changes the gradient in place; the tasks after it encode and add the pruned one. Only
+    with peers there are `seal` and `verify`. Without peers, this takes up to five times the
+    gradient's size in fp32 at once, besides the buffers of the copy that is timed with each task.
     """
     wrong = wrong_bytes(case)
     codec = Codec(case)
@@ -158,7 +158,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
 
 
 def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: int) -> Task:
-    """Makes the task that adds several ranks' messages in one pass; its peer adds one by one.
+    """Makes the task that adds several ranks' messages in one pass; its peer adds one at a time.
 
     To `wrong`, the wrong bytes of earlier checks, it adds those in which the two sums differ.
     """

@@ -216,7 +216,7 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
             if scheme.sends_whole:
                 bits = dense_value_bits(bits)  # `dense_q` always quantises
             elif scheme.takes is Input.DENSE:
-                bits = None  # the other dense schemes never do
+                bits = None  # the other dense schemes never quantise
             sum_bits = _sum_bits(scheme, op, bits, sweep)
             target = 1.0 if scheme.takes_all else density
             yield BucketCase(op, name, dtype, target, numel, bits, sum_bits, level)

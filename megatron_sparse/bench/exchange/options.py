@@ -85,7 +85,7 @@ class NodePlace(Place):
         return [("ranks-per-node", given, given is None or has_nodes, fitting)]
 
     def topology(self, ranks: int) -> Topology:
-        """Makes the virtual cluster: nodes of `ranks_per_node`, by default one for all ranks."""
+        """Makes the virtual cluster: nodes of `ranks_per_node`, by default a node of all ranks."""
         from megatron_sparse.transport import Link, Topology
 
         # 8e-9 / rate in Gbit/s: seconds a byte.

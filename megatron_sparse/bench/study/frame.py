@@ -114,7 +114,7 @@ class Run:
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = read_iterations(printed), read_curve(printed)
         wanted = self.config.training.iterations
-        # The last iteration that was validated, or that was trained; empty if there is none.
+        # The last iteration that was validated (empty: none was) or, without validation, trained.
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
             tail = "\n".join(printed.splitlines()[-TAIL_LINES:])

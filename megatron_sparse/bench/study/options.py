@@ -298,7 +298,7 @@ class RaceOptions(BedOptions):
     seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
 
     def checks(self) -> list[Check]:
-        """Checks the links (if there is a rate, any one does), and that `plain` is a setting."""
+        """Checks the links, by one rate for all, and that plain Megatron is among the settings."""
         return [
             *self._link_checks(min(self.mbits or (), default=None), self.ranks),
             ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
