@@ -120,7 +120,7 @@ def measure_codec(
 def _times_s(
     transport: Transport, sweep: CodecSizes, clock: Clock, numel: int
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
-    """Times all calls on vectors of `numel`; returns the calls, and each call's median seconds."""
+    """Times all calls on vectors of `numel`; returns calls and their seconds (ranks' median)."""
     yield from gather_rows([0.0], transport)  # a barrier
     calls, times_K = [], []
     for call in codec_calls(numel, DENSITIES, transport.device):

@@ -122,7 +122,7 @@ def _check_names(override: str) -> None:
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:
-    """Puts `preset=auto` before the arguments of `train` if none of them is about synchronisation.
+    """Puts `preset=auto` before the arguments of `train` if none sets synchronisation (`_SETTING`).
 
     Not with --hydra-help, for which Hydra composes its own configuration, without presets.
 

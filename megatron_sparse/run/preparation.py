@@ -162,8 +162,8 @@ def _check_packages(config: RunConfig) -> None:
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     """Finds the checkpoint that the run starts from, and checks that it fits the configuration.
 
-    Imports megatron if there is a checkpoint. `vocab_size` is from `preflight`; `in_rank` says that
-    this process will train, and so has to prepare Megatron for its device first.
+    Imports megatron if there is a checkpoint to compare. `vocab_size` is from `preflight`;
+    `in_rank`: this process will train, and so has to prepare Megatron for its device first.
 
     Raises:
         CheckpointError: `training.load` has no checkpoint, or it is not complete, or does not fit.
@@ -333,7 +333,7 @@ def _synchronisation(config: RunConfig) -> str:
         return "plain Megatron, without the plugin"
     if not compression.enabled:
         return "compression off"
-    # Such a scheme sends every element, so there is no density. `auto` is not in `SCHEMES`.
+    # A scheme that `takes_all` sends every element: it has no density. `auto` is not in `SCHEMES`.
     if scheme in SCHEMES and SCHEMES[scheme].takes_all:
         return f"scheme {scheme}"
     if compression.level == NODE and config.cluster.nodes == 1:

@@ -114,8 +114,8 @@ class CalibrationRank(Bench[CalibrationOptions]):
             cluster = calibrate(
                 self._transport, self._progress, effort, request.out.stem, self._tell
             )
-            share = self._foreign_load(load)
-            warning = NOISY.format(share) if share > MOST_FOREIGN_LOAD else ""
+            foreign = self._foreign_load(load)
+            warning = NOISY.format(foreign) if foreign > MOST_FOREIGN_LOAD else ""
             if self.rank == 0:
                 print_cluster(cluster)
                 self._write(cluster, warning)

@@ -143,8 +143,8 @@ def sweep_thresholds(
             times_s.append((yield from runs.time_s(op, options_of(format, tried))))
         found[index] = choose(values, times_s, found[index])
         points += [
-            SweepPoint(format, threshold, value, spent * 1e6, value == found[index])
-            for value, spent in zip(values, times_s, strict=True)
+            SweepPoint(format, threshold, value, time_s * 1e6, value == found[index])
+            for value, time_s in zip(values, times_s, strict=True)
         ]
     intra, inter, gather = found
     return (intra, inter, gather), points
@@ -164,8 +164,8 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
         >>> choose([0.0, 0.5, 1.0], [2.0, 1.0, 1.005], before=0.9)
         1.0
     """
-    limit = (1 + TIE) * min(times_s)
-    good = [value for value, spent in zip(values, times_s, strict=True) if spent <= limit]
+    limit_s = (1 + TIE) * min(times_s)
+    good = [value for value, time_s in zip(values, times_s, strict=True) if time_s <= limit_s]
     return min(good, key=lambda value: abs(value - before))
 
 

@@ -138,7 +138,7 @@ class RankGather:
         self._states, self._rank = (made.old_N, made.new_N), transport.rank
         self.values_N = made.old_N.to(transport.device, copy=True)
         self.own_M = self.values_N.view(n, -1)[transport.rank]
-        empty_N = torch.empty(self.values_N.numel(), device=transport.device)
+        empty_N = torch.empty(self.values_N.numel(), device=transport.device)  # no gather reads it
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
         # Hashes are compared every `verify_every` gathers: so many that the bench never does it.
         way = Way(verify_every=2**20, per_node=case.way == PER_NODE)

@@ -297,8 +297,9 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
     """Returns pictures: losses over seconds (runs of one seed), final losses over bytes (all)."""
     first_seed = min(each.run.seed for each in outcomes)
+    of_first_seed = [each for each in outcomes if each.run.seed == first_seed]
     curves = []
-    for each in [each for each in outcomes if each.run.seed == first_seed]:
+    for each in of_first_seed:
         of_run = {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
         curves += [of_run | {"seconds": seconds, "loss": loss} for seconds, loss in points(each)]
     finals = [  # `to_plain` of plain itself is null
