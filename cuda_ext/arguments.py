@@ -53,7 +53,7 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def overload(name: str) -> Callable[..., Any]:
-    """The native op `name`, after selecting the instruction set that MEGATRON_SPARSE_ISA names."""
+    """The native op `name`; first follows MEGATRON_SPARSE_ISA, if that names another set now."""
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:
@@ -82,7 +82,7 @@ def check_flat(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses a tensor that is not 1-D, contiguous, of one of `dtypes`, this length and device."""
+    """Refuses a tensor not 1-D, contiguous and in `dtypes`, or of another `numel` or `device`."""
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype) for dtype in dtypes)
         raise refusal(op, f"{name} has the wrong dtype", names, tensor.dtype)

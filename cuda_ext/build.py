@@ -142,10 +142,10 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
             for source in sources.CPU_BINDINGS
         ]
         kernel_source = [INCLUDE, "-c", sources.CPU_KERNELS]
-        for isa, (width, flags) in sources.ISAS.items():
+        for isa, (lanes, flags) in sources.ISAS.items():
             if flags and not sources.IS_X86:
                 continue  # a set that needs flags is one of x86
-            command = [*compiler, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}"]
+            command = [*compiler, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={lanes}"]
             jobs.append(([*command, *kernel_source], Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
         linked = Path(folder) / target.name
@@ -207,7 +207,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
 
 
 def compile_report() -> dict[str, list[ptxas.Compiled]]:
-    """Compiles the CUDA kernels, and keeps only ptxas's report on those of each `.cu` file.
+    """Compiles the CUDA kernels, and keeps only ptxas's report on the kernels of each `.cu` file.
 
     Raises:
         DependencyError: nvcc or the C++ compiler is missing.

@@ -65,8 +65,8 @@ def check_status(
 def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
     """A cached device copy of a small CPU table; for a CPU device the table itself. None for None.
 
-    Do not write to it. Never waits. Each stream has copies of its own: the allocator reuses the
-    memory of one that the cache drops in the order of the stream that made it.
+    Do not write to it. Never waits. Each stream has copies of its own: when the cache drops one,
+    the allocator gives its memory to later work of its stream without waiting for other streams.
     """
     if table is None or device.type == "cpu":
         return table

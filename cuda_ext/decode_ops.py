@@ -73,7 +73,7 @@ def decode_sum_(
     On the CPU all messages are checked before the first addition. Then each element is written
     once: a piece of `acc_M` stays in the cache while all messages are added to it. On CUDA two
     kernels for each 16 messages write every element. They check every header, index, prefix sum and
-    bit before they use it, but after the first elements have been written.
+    bit before they use it, but some of them after the first elements have been written.
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:
@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the accumulator's device, to which the tables are copied. The op checks the rest.
+    They are on the device of `acc_M`, to which tables are copied. Only slots on CUDA are checked.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

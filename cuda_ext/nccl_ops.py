@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, except the kinds."""
+        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, but no `kinds`."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -192,7 +192,7 @@ class SumCall:
         """
         if not report[self.plan.statuses_at].any():
             return
-        # In the report's order: messages, encoder, sums. The first error found is raised.
+        # In the report's order. Records of a sum count their offsets from the shard's begin.
         plan, n, own = self.plan, self.plan.world_size, self.plan.own
         status_words = n * codec_cuda.STATUS_WORDS  # of n statuses: of the messages, or of the sums
         for rank, status in enumerate(report[:status_words].view(n, -1)):

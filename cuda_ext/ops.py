@@ -266,8 +266,8 @@ def _results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Checks an encoder's report, seals the records if `spec.checksum`, and splits the report.
 
-    A CUDA report is copied to the CPU here or, with `reports`, left on the device for them to
-    check. A CPU encoder has raised its errors itself.
+    A CUDA report is copied to the CPU here or, with `reports`, left on the device for
+    `reports` to check. A CPU encoder has raised its errors itself.
 
     Returns:
         int64 bytes of each record, and its int64 count of non-zero elements.

@@ -131,7 +131,7 @@ class HostCopy:
 def _waiting() -> _Waiting:
     """The queue of (device, event, callback) for a thread that waits for copies; starts the thread.
 
-    One thread for all is enough, because the copies of a device end in the order of its work.
+    One thread for all copies is enough, as the copies of a device end in the order of its work.
     """
     waiting: _Waiting = SimpleQueue()
 

@@ -166,7 +166,7 @@ class CompressionConfig(Checked):
             (700, 2300)
         """
         warmup, ramp = self.warmup_iters, self.ramp_iters
-        # With density=auto the ramp stays null: it depends on the density that is chosen later.
+        # Except that with density=auto the ramp stays null, until the density has been chosen.
         if ramp is None and self.density != "auto":
             tenths, longest = self._longest_ramp
             ramp = min(longest, iterations * tenths // 10)

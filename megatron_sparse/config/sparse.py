@@ -104,7 +104,7 @@ class SparseConfig:
             )
 
     def _check_auto_density(self) -> None:
-        """Refuses `density=auto` where sums are sent in full: its presets quantise values."""
+        """Refuses `density=auto` where sums are sent in full: most of its presets quantise them."""
         if self.scheme.given_sum_bits is None:
             raise ConfigError(
                 "compression.density=auto tries presets, which send values in few bits",

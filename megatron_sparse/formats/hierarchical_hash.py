@@ -59,8 +59,8 @@ def hierarchical_hash(
 ) -> Partitioned:
     """Groups a rank's entries by partition with Algorithm 1; partition i is for server i.
 
-    The paper sets r1 = 2 |G| d_G, r2 = r1 / 10 and k = 3 for the whole memory, so that its r1 is
-    2 K / n slots for each partition: the default here.
+    The paper has one memory for all n partitions: r1 = 2 |G| d_G slots, which is 2 K, r2 = r1 / 10,
+    k = 3. Here r1 and r2 are those of one partition: by default 2 K / n, and a tenth of that.
 
     An entry that finds the serial memory of its partition full is set aside. Afterwards that serial
     memory is extended by exactly as many slots as needed, so no entry is lost, even if all indices

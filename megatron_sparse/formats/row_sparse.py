@@ -54,7 +54,7 @@ class RowSparse:
         return coalesce(indices, rows, gradient.shape[0])
 
     def to_coo(self) -> torch.Tensor:
-        """The same as a coalesced torch sparse COO tensor [num_rows, D]; shares memory."""
+        """The gradient as a coalesced torch sparse COO tensor [num_rows, D]; shares memory."""
         return torch.sparse_coo_tensor(
             self.indices_K.unsqueeze(0),
             self.rows_KD,
@@ -67,7 +67,7 @@ class RowSparse:
 def check_coo(gradient: torch.Tensor) -> None:
     """Raises an error for a gradient that `RowSparse.from_coo` cannot convert; reads no element.
 
-    It converts those of `torch.nn.Embedding(sparse=True)`: one sparse dimension, one dense.
+    `from_coo` converts those of `torch.nn.Embedding(sparse=True)`: one sparse dimension, one dense.
 
     Raises:
         ExtensionError: another layout, shape, dtype or device.

@@ -100,7 +100,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
 
 
 def has_lanes(node_sizes: Sequence[int]) -> bool:
-    """Whether level `node` differs from `rank`: several nodes of one size, above 1.
+    """Whether level `node` differs from `rank`: several nodes, all of one size above 1.
 
     Example:
         >>> has_lanes((4, 4)), has_lanes((8,)), has_lanes((1, 1)), has_lanes((4, 2))
@@ -180,8 +180,8 @@ class LevelPricing:
             density: the target.
 
         Returns:
-            The comparison; level `rank` without times where no other level is possible: with one
-            instance, and one node, one rank on each node, or nodes of different sizes.
+            The comparison; level `rank` without times where no other level is possible: with nodes
+            of different sizes; and with one instance that has one node, or one rank on each.
 
         Raises:
             ConfigError: the cluster file lacks a rate.

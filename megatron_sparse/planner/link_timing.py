@@ -262,7 +262,7 @@ def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Meas
 
     round_bytes, times_s = [], []
     for nbytes in sweep.message_bytes:
-        piece = nbytes // 8  # fp32 elements of a message: half of the sweep's bytes
+        piece = nbytes // 8  # fp32 elements of a message, `nbytes` / 2 bytes
         values_N = torch.zeros(n * piece, dtype=torch.float32, device=transport.device)
         action = partial(all_reduce, values_N)
         spent = yield from timed(transport, sweep.repeats, clock, action)

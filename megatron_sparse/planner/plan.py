@@ -130,7 +130,7 @@ class Planner:
             ConfigError: the configured scheme cannot do what the bucket needs.
         """
         check_capacity(self._scheme)
-        check_op(self._scheme, PlannerConfig(), bucket.op)  # refuses a named scheme only
+        check_op(self._scheme, PlannerConfig(), bucket.op)  # with `auto` it refuses nothing
         phase, density = phase_and_density(self._compression, step)
         value_bits = self._compression.given_value_bits
         if self.is_trial and phase is not Phase.OFF:

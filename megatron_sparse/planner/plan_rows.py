@@ -148,8 +148,8 @@ def rows(
     with `anew`: the user names schemes or bits, which need new prices.
 
     Raises:
-        ConfigError: none or both of them are given, an argument that they need is missing, or there
-            is no plan.
+        ConfigError: not exactly one of `run` and `sizes` is given, an argument that it needs is
+            missing, or there is no plan.
         ProfileError: a profile in the plan is damaged.
     """
     if (run is None) == (sizes is None):

@@ -74,7 +74,7 @@ class BucketState:
         """The inverse of `to_dict`.
 
         Raises:
-            TypeError: a field is missing or unknown.
+            TypeError, KeyError: a field is missing or unknown.
             ProfileError: the profile is invalid.
         """
         plain = values["profile"]

@@ -57,8 +57,8 @@ def predict(
         A MODEL: of the links, of local work that they do not hide, and of the CPU.
 
     Raises:
-        ConfigError: the scheme is unknown, lacks `op`, or does not fit the options; the profile
-            is of another bucket; or the cluster file lacks a codec.
+        ConfigError: the scheme is unknown, lacks `shape.op`, or does not fit the options; the
+            profile is of another bucket; or the cluster file lacks a codec.
 
     Example:
         >>> from megatron_sparse.config.sparse import SchemeConfig

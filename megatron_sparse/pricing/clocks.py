@@ -91,7 +91,7 @@ class RankClocks:
         """
         senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
-        # First the CPUs of sender and receiver post the message.
+        # First the CPUs post: once for all that a rank sends and receives in the round.
         posts_n = np.zeros_like(self.now_n)
         posts_n[senders] = posts_n[targets] = 1.0
         self.now_n = self.now_n + self.host_s * posts_n
@@ -239,7 +239,7 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     if len(sizes) > 1 and topology.nic == "node":
         between = max(size * (n - size) for size in sizes) * topology.inter.beta_s
     elif len(sizes) > 1:
-        between = (_next_power(n) - largest) * topology.inter.beta_s
+        between = (_next_power(n) - largest) * topology.inter.beta_s  # but turns within nodes
     alpha_s = max(
         topology.intra.alpha_s if largest > 1 else 0.0,
         topology.inter.alpha_s if len(sizes) > 1 else 0.0,

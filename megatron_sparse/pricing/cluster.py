@@ -192,7 +192,7 @@ class ClusterModel:
     def dense_link(self, world_size: int) -> Link:
         """The link that prices the backend's all-reduce, a ring over `world_size` ranks.
 
-        It is `intra` if they lie on one node of a cluster of several: the backend was measured
+        It is `intra` if they lie on one node of several: the backend was measured
         across nodes only.
         """
         is_within_node = len(self.nodes) > 1 and len(self.topology(world_size).node_sizes) == 1
@@ -212,7 +212,7 @@ class ClusterModel:
                 the rest does not get faster with narrower values (docs/codecs.md).
 
         Raises:
-            ConfigError: this was not measured.
+            ConfigError: the file has no rate for `op` and `format`.
         """
         if not numel:
             return 0.0
@@ -305,7 +305,7 @@ class ClusterModel:
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # One line for each rate. In field order: a truncated file lacks keys, so `load` refuses it.
+        # One line for each rate (`width`); keys in the order of the fields (`sort_keys`).
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )

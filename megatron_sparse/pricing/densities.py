@@ -86,7 +86,7 @@ class SumDensities:
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
-        # 1 - (1 - density)^e: at least one of the e elements of the head is non-zero.
+        # 1 - (1 - density)^e: at least one of e independent elements is non-zero.
         return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:
@@ -183,7 +183,7 @@ def _at(measured: Mapping[int, float], size: int) -> float:
 
 
 def _independent_elements(density_P: np.ndarray, fraction: float, block_size: int) -> float:
-    """The number of independent elements in a block with which this fraction is non-zero."""
+    """How many independent elements in a block make this fraction of the blocks non-zero."""
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:

@@ -38,7 +38,7 @@ def union_counts(n: int) -> list[int]:
 
 
 def partition_counts(numel: int, world_size: int) -> list[int]:
-    """The numbers of partitions that a gradient is cut into: 2, 4, ..., 128 and `world_size`.
+    """Into how many partitions to cut a gradient: 2, 4, ..., 128 and `world_size`, if <= `numel`.
 
     Example:
         >>> partition_counts(1000, 3)
@@ -112,7 +112,7 @@ class SparsityProfile:
             return 0.0
         if any(k < ranks and density >= 1 for k, density in points.items()):
             return 1.0  # fewer ranks already have every element
-        # The densest is all elements but half of one: at density 1, u would be infinite.
+        # More than all elements but half of one counts as that: at density 1, u would be infinite.
         most = 1 - 0.5 / max(self.numel, 1)
         known = sorted(points)
         if len(known) == 1:

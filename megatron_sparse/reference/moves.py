@@ -147,7 +147,7 @@ def rans_encode(
         )
         low_L = np.minimum(bits_L, 16)
         upper, lower = (bits_L - low_L, raw_L >> low_L), (low_L, raw_L & (1 << low_L) - 1)
-        for bits, value in (upper, lower):
+        for bits, value in (upper, lower):  # number of raw bits, and these bits
             emit(busy_L & (state >> 32 - bits != 0))  # no room for `bits` more in 32
             state = np.where(busy_L, state << bits | value, state)
         frequency_L, start_L = frequencies[context_L, symbol_L], starts[context_L, symbol_L]
@@ -209,7 +209,7 @@ def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
     """Frequencies [contexts, symbols] of the symbols of `z`; each row sums to 2^SCALE_BITS or 0."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
     key, extra = context * count + symbol, 0
-    if z.size > COUNT_ALL:  # counts every fourth block; adds 1 each, as symbols may be missed
+    if z.size > COUNT_ALL:  # counts a quarter of the blocks; 1 more for symbols missed
         key, extra = key[np.arange(z.size) // COUNT_BLOCK % COUNT_STRIDE == 0], 1
     counts = np.bincount(key, minlength=CONTEXTS * count) + extra
     return np.stack([quantise(row) for row in counts.reshape(CONTEXTS, count)])

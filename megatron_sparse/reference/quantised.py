@@ -104,4 +104,4 @@ def add(record: bytes, held: np.ndarray, bits: int) -> np.ndarray:
         (scale,) = struct.unpack_from("<H", record, scales_at + 2 * group)
         begin = codes_at + group * code_bytes
         added.append(dequantise(scale, unpack(record[begin : begin + code_bytes], bits)))
-    return held + np.concatenate(added)[: held.size]  # the last group is filled up
+    return held + np.concatenate(added)[: held.size]  # without what fills up the last group

@@ -272,7 +272,7 @@ def read_chunk(
 
 
 def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
-    """Decodes the `count` fp32 values at the begin of a chunk's words."""
+    """Decodes the `count` values at the begin of a chunk's words, and converts them to fp32."""
     if count == 0:
         return np.zeros(0, np.float32)
     if value_dtype not in RICE_BITS:

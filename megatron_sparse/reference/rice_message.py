@@ -76,7 +76,7 @@ def encode_segments(
         whole = keep or spec.without_indices
         index_K = torch.arange(end - begin) if whole else piece_M.nonzero().squeeze(1)
         x_K = piece_M[index_K] + residual_N[begin + index_K].float()
-        # Both give the record and what x loses by it, which is the new residual.
+        # Both calls give the record and what x loses by it, which is the new residual.
         if keep:
             record, rest_K = _kept_record(x_K, piece_M, begin, spec)
         else:

@@ -82,7 +82,7 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
         a, b = FITTED[bits]  # base is about low + a (mean - low), step b (mean - low)
         spread = mean_of(magnitude_K) - low
         base = down(min(low + a * spread, np.float32(2) * low))
-        # The second term keeps the largest magnitude below twice its level.
+        # The second term keeps the largest magnitude at most twice the highest level.
         step = max(b * spread, (high / np.float32(2) - base) / levels)
     else:
         base = down(low)

@@ -14,8 +14,8 @@ from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, c
 def sample_positions(numel: int, samples: int, key: int) -> list[int]:
     """Positions in a range of `numel` elements: one in each of min(numel, samples) strata.
 
-    Stratum j holds floor(j n / s) to floor((j + 1) n / s); the upper 31 bits of the counter hash of
-    (key, j) choose among its elements.
+    Of n elements and s strata, stratum j holds those from floor(j n / s) to before
+    floor((j + 1) n / s); the upper 31 bits of the counter hash of (key, j) choose one of them.
     """
     count = min(numel, samples)
     random = counter_hash(key, DRAW_SAMPLE, torch.arange(count)).tolist()

@@ -174,9 +174,9 @@ def _unpacked(content: dict[str, Any]) -> torch.Tensor:
         raise ValueError(f"version {content['version']}")
     if "indices" not in content:
         return content["values"].view(content["numel"])
-    index_SK = content["indices"].unsqueeze(0)
+    index_1K = content["indices"].unsqueeze(0)
     return torch.sparse_coo_tensor(
-        index_SK, content["values"], (content["numel"],), is_coalesced=True, check_invariants=True
+        index_1K, content["values"], (content["numel"],), is_coalesced=True, check_invariants=True
     )
 
 
@@ -210,7 +210,7 @@ class GradientDump:
         """Opens the folder of a dump, or of a run that has one.
 
         Raises:
-            ProfileError: there is none.
+            ProfileError: there is no dump.
         """
         self.folder = path / FOLDER if (path / FOLDER).is_dir() else path
         names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []

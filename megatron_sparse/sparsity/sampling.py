@@ -159,7 +159,7 @@ class SamplePlan:
     def of(cls, name: str, numel: int, world_size: int, seed: int, step: int) -> SamplePlan:
         """Draws the sample of a bucket in a step, the same on all ranks.
 
-        One window is drawn from each of `WINDOWS` equal strata of the bucket's windows.
+        One window is drawn from each of at most `WINDOWS` equal strata of the bucket's windows.
         """
         windows = -(-numel // WINDOW_NUMEL)
         count = min(windows, WINDOWS)
@@ -283,9 +283,9 @@ class SamplePlan:
             """The sets' elements in the windows of each class, the mean over the sets."""
             # Axes: sets, windows, words of a window.
             bits = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
-            size_W = bits.sum((0, 2), dtype=np.int64)
+            nnz_W = bits.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
-            return np.bincount(class_W, size_W, classes) / len(words_gW)
+            return np.bincount(class_W, nnz_W, classes) / len(words_gW)
 
         single_C, found = by_class(words_nW), {}
         single = math.fsum(single_C.tolist())
