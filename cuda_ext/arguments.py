@@ -53,7 +53,7 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def overload(name: str) -> Callable[..., Any]:
-    """The native op `name`; first follows MEGATRON_SPARSE_ISA, if that names another set now."""
+    """The native op `name`; first selects the instruction set of MEGATRON_SPARSE_ISA if changed."""
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:

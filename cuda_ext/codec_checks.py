@@ -56,7 +56,7 @@ def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
     total = 0
     for numel in numel_S.tolist():
         # Small chunks take more rows of the table, large ones more bits for an index. Without
-        # indices there is neither, and one chunk size stands for all.
+        # indices there is no table and no index, and one chunk size stands for all.
         sizes = [
             wire.rice_payload_bytes(numel, numel, value_dtype, span) for span in wire.RICE_SPANS
         ]
@@ -154,11 +154,11 @@ def check_capacity(
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
     has_limits = capacity_S is not None or slots_S is not None
-    if not has_limits and not is_rice:
+    if not has_limits and not is_rice:  # else exactly the records' room, below
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS
-    most_S = segments.offsets.diff()  # non-zero elements
+    most_S = segments.offsets.diff()  # without a capacity all elements may be non-zero
     if capacity_S is not None:
         check_flat(op, "capacity", capacity_S, (torch.int64,), segments.dense.numel(), CPU)
         if (capacity_S.numpy() < 0).any():

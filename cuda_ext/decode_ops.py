@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the device of `acc_M`, to which tables are copied. Only slots on CUDA are checked.
+    They are on the device of `acc_M`, like the tables. Here only slots on CUDA are checked.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

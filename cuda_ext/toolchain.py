@@ -67,7 +67,7 @@ def find_cxx() -> str:
     """The C++ compiler: $CXX, or the first of g++, clang++ and c++ on PATH.
 
     Raises:
-        DependencyError: there is none.
+        DependencyError: there is no compiler.
     """
     named = os.environ.get("CXX")
     for candidate in [named] if named else ["g++", "clang++", "c++"]:

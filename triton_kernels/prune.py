@@ -196,7 +196,7 @@ def _find_range(range_offsets, range_count, element):
 
 
 @triton.jit(
-    # Else Triton compiles the kernel again, in a second, where one is 1 or a multiple of 16.
+    # Else Triton compiles anew (for a second) where an argument is 1 or a multiple of 16.
     do_not_specialize=[
         "numel",
         "range_count",
@@ -302,7 +302,7 @@ def _prune_kernel(
     tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)
     tl.store(residual + at_B, _store_bits(residual_B, RESIDUAL), mask=inside_B)
 
-    # Count over the ranges of the block.
+    # Count the non-zero results of each range in the block.
     nonzero_B = inside_B & ((out_B & 0x7FFFFFFF) != 0)
     r = first_range
     begin = block_begin

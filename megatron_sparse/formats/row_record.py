@@ -152,7 +152,7 @@ class RowPart:
         """Refuses row indices that do not ascend strictly, or that belong to another part."""
         outside = (indices < 0) | (indices >= self.num_rows)
         wrong = outside | (indices % self.parts != self.part)
-        wrong[1:] |= indices[1:] <= indices[:-1]  # not above the one before
+        wrong[1:] |= indices[1:] <= indices[:-1]  # not above the index before
         if bool(wrong.any()):
             position = int(wrong.nonzero()[0])
             raise wrong_field(

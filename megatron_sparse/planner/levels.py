@@ -87,7 +87,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     """
     link = cluster.dense_link(inside)
     is_reduce_scatter = shape.op is CollectiveOp.REDUCE_SCATTER
-    # k reduce-scatters of N / k elements: k times the latencies of one of N, and as many bytes.
+    # k reduce-scatters of N / k elements: k times the latencies of a single one, and as many bytes.
     calls = shape.world_size // inside if is_reduce_scatter and grouped else 1
     part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
     scatter_s = (inside - 1) * (calls * link.alpha_s + part_bytes * link.beta_s)

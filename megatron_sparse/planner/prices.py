@@ -51,7 +51,7 @@ def predict(
         profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
             bucket or only the pruned part.
         cluster: the costs of links, codecs and CPU, of all ranks, those of other lanes too.
-        options: the same that collectives get.
+        options: of the scheme, as its collective gets them.
 
     Returns:
         A MODEL: of the links, of local work that they do not hide, and of the CPU.
@@ -140,7 +140,7 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
             expected=f"instances of whole nodes of {size} ranks, or nodes of whole instances",
             got=f"{lanes} ranks an instance",
         )
-    # The lane has one rank of each node or, with several whole instances on a node, one of each.
+    # The lane has one rank of each node or, with whole instances on a node, one of each instance.
     node_ranks = max(size // lanes, 1)
     sharing = min(lanes, size) if cluster.nic == "node" else 1  # lanes that use one card
     beta_s = sharing * cluster.inter.beta_s

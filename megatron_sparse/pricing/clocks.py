@@ -227,9 +227,9 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     """The time of an exchange in which all ranks send to all: (alpha, seconds a byte of a message).
 
     A `VirtualCluster` starts messages by rank, as soon as both ports are free. If each rank has its
-    own ports, a rank's messages take as many turns as the next power of two of the number of ranks,
-    less one; fewer turns are possible unless that number is a power of two. A port that the ranks
-    of a node share takes the sum of all messages that cross it.
+    own ports, the messages of n ranks take p - 1 turns, p being the least power of two from n on;
+    fewer turns are possible where n is below p. A port that the ranks of a node share takes the sum
+    of all messages that cross it.
     """
     n, sizes = topology.world_size, topology.node_sizes
     largest = max(sizes)
@@ -239,7 +239,7 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     if len(sizes) > 1 and topology.nic == "node":
         between = max(size * (n - size) for size in sizes) * topology.inter.beta_s
     elif len(sizes) > 1:
-        between = (_next_power(n) - largest) * topology.inter.beta_s  # but turns within nodes
+        between = (_next_power(n) - largest) * topology.inter.beta_s  # all turns but largest - 1
     alpha_s = max(
         topology.intra.alpha_s if largest > 1 else 0.0,
         topology.inter.alpha_s if len(sizes) > 1 else 0.0,

@@ -330,7 +330,7 @@ def find(name_or_path: str | Path) -> ClusterModel:
     """A model cluster by its name, or a file.
 
     Raises:
-        ConfigError: there is neither, or the file is wrong.
+        ConfigError: there is no such model or file, or the file is wrong.
     """
     name = str(name_or_path)
     path = shipped_file(name) if name in shipped() else Path(name)
@@ -347,8 +347,8 @@ def find(name_or_path: str | Path) -> ClusterModel:
 def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
     """The rates on the side of `PAIRS_END` where `density` lies: of pairs below, of bitmaps above.
 
-    A rate at `PAIRS_END`, on the line through the nearest two, is added. If there are fewer than
-    two, all `rates` are returned.
+    A rate at `PAIRS_END`, on the line through the nearest two, is added. If fewer than two lie
+    on that side, all `rates` are returned.
     """
     is_pairs = density < PAIRS_END
     side = [rate for rate in rates if (rate.density < PAIRS_END) is is_pairs]

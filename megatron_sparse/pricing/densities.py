@@ -123,8 +123,8 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     """The profile without the skewness that chance alone adds to the densest partition.
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
-    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation). It
-    is a different partition on every rank and in every step. A clump: see `_clump_numel`.
+    the fraction q / sqrt(m) above the mean, q being the largest of p normal numbers. The fullest is
+    another partition on every rank and in every step. A clump: see `_clump_numel`.
     """
     clumps = profile.numel / _clump_numel(profile)
 
@@ -156,7 +156,7 @@ def _clump_numel(profile: SparsityProfile) -> float:
         return 1.0
     measured = profile.density * size / filled  # non-zero elements of a non-zero block
     density = min(profile.density, MOST_DENSITY)
-    # The same number for independent elements: a block is non-zero at 1 - (1 - density)^size.
+    # The same number for independent elements: of such blocks 1 - (1 - density)^size are non-zero.
     independent = density * size / -math.expm1(size * math.log1p(-density))
     return max(measured / independent, 1.0)
 

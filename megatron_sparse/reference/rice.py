@@ -187,7 +187,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
     r = rice_parameter(numel, index_K.size)
     gap_K = np.diff(index_K, prepend=-1) - 1
     # Rice's code of a gap: r bits of remainder, as planes, and the quotient in unary.
-    ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many zeros, then a one
+    ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many 0 bits, then a 1
     bits = np.zeros(_planes_of(int(ones_K[-1]) + 1) * PLANE, np.uint8)  # whole words
     bits[ones_K] = 1
     unary = np.packbits(bits, bitorder="little").view("<u4")
@@ -263,7 +263,7 @@ def read_chunk(
     ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
     if ones.size != entries or unary[-1] == 0:
         raise WrongWords(f"{ones.size} ones for {entries} entries, last word {unary[-1]:#x}")
-    # The zeros before each one are a gap's quotient.
+    # The zero bits before each 1 bit are a gap's quotient.
     gaps = (np.diff(ones, prepend=-1) - 1 << r) + (remainders[:entries] if r else 0)
     index = np.cumsum(gaps + 1) - 1
     if index[-1] >= numel:
