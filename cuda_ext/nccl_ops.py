@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`), in its order, but no `kinds`."""
+        """`NcclTables` of `csrc/nccl_sum_launch.h`, table after table, without `segment_kinds`."""
         return torch.cat(
             [
                 self.segment_offsets,

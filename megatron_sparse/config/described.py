@@ -53,7 +53,7 @@ class Key:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first semicolon or full stop (not of `e.g.`, `i.e.`), or the whole text.
+    """The text up to its first semicolon or full stop, if any; not that of `e.g.` and `i.e.`.
 
     Example:
         >>> first_sentence("any flag, e.g. `seed`. Not ours.")

@@ -376,7 +376,7 @@ def _between(rates: Sequence[CodecRate], density: float) -> tuple[float, float]:
 
 
 def _on_line(one: CodecRate, other: CodecRate, density: float) -> tuple[float, float]:
-    """Returns (seconds a call, seconds an element) on the straight line through two rates."""
+    """Returns (seconds a call, seconds an element) at a density, on the line through two rates."""
     share = (density - one.density) / (other.density - one.density)
     return (
         one.seconds_per_call + share * (other.seconds_per_call - one.seconds_per_call),

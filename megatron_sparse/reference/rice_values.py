@@ -48,7 +48,7 @@ def down(value: np.float32) -> np.float32:
 
 
 def up(value: np.float32) -> np.float32:
-    """Rounds a number that is not negative to bf16, away from 0.
+    """Rounds a number of 0 or more up to a bf16 value.
 
     Example:
         >>> float(up(np.float32(1.001))), float(down(np.float32(1.001)))
