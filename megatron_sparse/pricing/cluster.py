@@ -305,7 +305,7 @@ class ClusterModel:
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # One line for each rate (`width`); keys in the order of the fields (`sort_keys`).
+        # One line for each rate. In field order: a file cut off in `codec` lacks the keys after it.
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )

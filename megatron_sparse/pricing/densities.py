@@ -86,7 +86,7 @@ class SumDensities:
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
-        # 1 - (1 - density)^e: at least one of e independent elements is non-zero.
+        # 1 - (1 - density)^block_elements: not all of so many independent elements are zero.
         return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:

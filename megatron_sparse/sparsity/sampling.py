@@ -96,7 +96,7 @@ def sample_profile(
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.step)
         measured = plan.measure(selected_values(bucket, message, buffers), buffers)
         own_checksum = zlib.crc32(measured.numpy().tobytes())
-    # Refuses ranks whose bucket, seed or step differ; returns every rank's size and checksum.
+    # Refuses ranks of another bucket, seed, dtype or step; returns every rank's size and checksum.
     scheme = f"profile/{seed}/{WINDOWS}"
     identity = Identity(scheme, bucket, message.value_dtype, message.step)
     announced = yield from exchange_sizes([measured.numel(), own_checksum], identity, transport)
