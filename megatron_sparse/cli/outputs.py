@@ -1,7 +1,7 @@
 """Callbacks for options that name an output file or folder.
 
 Typer calls them while it parses: a path that cannot be written ends the command before its work,
-not after. If torchrun or srun starts the command as several ranks, only rank 0 writes and checks.
+not after. If torchrun starts the command as several ranks, only rank 0 writes and checks.
 """
 
 from __future__ import annotations

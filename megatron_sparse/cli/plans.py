@@ -88,7 +88,7 @@ def plan(
 ) -> None:
     """Prints each scheme's predicted time for the buckets of a run, or for `bucket_bytes`.
 
-    Times come from the cost model `cluster`. See docs/planner.md.
+    Times come from a cost model. See docs/planner.md.
     """
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives.registry import check_op

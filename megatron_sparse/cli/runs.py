@@ -1,4 +1,4 @@
-"""Commands around a run: check the machine, build, make data, and show a run's results."""
+"""Commands around a run: check the machine, build, make data, train, and show results."""
 
 from __future__ import annotations
 

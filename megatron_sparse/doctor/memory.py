@@ -247,7 +247,7 @@ def _scaled(
             scaled[item_of(purpose)] += round(nbytes * total_ratio)
         else:
             copies = min(TURNS, len(buckets)) if purpose in OWN else 1
-            scaled[item_of(purpose)] += round(nbytes * largest.numel / short_numel) * copies
+            scaled[item_of(purpose)] += round(nbytes * (largest.numel / short_numel)) * copies
     return scaled
 
 
@@ -339,7 +339,7 @@ def _short_bucket(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Buc
     total = kind_numel.total()
     stops = [round(numel * so_far / total) for so_far in accumulate(kind_numel.values())]
     parameters = []
-    starts = [0, *stops[:-1]]
+    starts = [0, *stops][:-1]
     for start, stop, (keep, lossless) in zip(starts, stops, kind_numel, strict=True):
         parameters.append(ParameterSlice(f"w{start}", start, stop, keep, lossless))
     return replace(

@@ -131,8 +131,8 @@ def _together(iteration: int, name: str, samples: list[Sample]) -> Sample:
     sizes = [sample.profile.numel for sample in samples]
     starts = np.cumsum([0, *sizes[:-1]])
     elements: list[np.ndarray] = []
-    for rank in range(len(samples[0].elements)):
-        shifted = [s.elements[rank] + start for s, start in zip(samples, starts, strict=True)]
+    for of_rank in zip(*(sample.elements for sample in samples), strict=True):
+        shifted = [own_K + start for own_K, start in zip(of_rank, starts, strict=True)]
         elements.append(np.concatenate(shifted))
     return Sample(iteration, name, elements, profile_of(elements, sum(sizes)))
 

@@ -229,7 +229,7 @@ def _check_secrets(overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         key, word = text.partition("=")[0].lstrip("+~"), shlex.quote(text)
-        # `redact_command` finds secret key names, secret names in the value, as in
+        # `redact_command` finds secret key names, variables off the allow-list, as in
         # cluster.env={NAME:VALUE}, and values with the form of a secret.
         if redact_command(word) != word:
             name = key.rpartition(".")[2]

@@ -149,7 +149,7 @@ def _scheme_override(text: str) -> str:
         return text
     known = group_options(SCHEME)
     for name in value.split(","):
-        # Hydra itself refuses what is no word; `choice(dense` of a sweep is left to it, too.
+        # Hydra and `RunConfig` check what is no word, such as `choice(dense` of a sweep.
         if re.fullmatch(r"\w+", name) and name not in known:
             raise _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"
@@ -264,10 +264,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turns one of `COMPOSITION_ERRORS` into a `ConfigError` that names the key or the group.
-
-    The name comes from the error's class and fields, or else from its text.
-    """
+    """Turns one of `COMPOSITION_ERRORS` into a `ConfigError`, by its class, or else by its text."""
     # Hydra wraps OmegaConf's errors, which name the key.
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

@@ -22,7 +22,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Turns an untyped error of the block into a `StorageError` if the disk of `folder` is full."""
+    """Raises an untyped error of the block as a `StorageError` if it is from a full disk."""
     try:
         yield
     except (MegatronSparseError, SystemExit, KeyboardInterrupt):

@@ -51,7 +51,7 @@ after_ctrl_c = threading.Event()
 
 @cache
 def end_quickly() -> None:
-    """Registers an exit handler that lets this process end at once. Idempotent.
+    """Registers an exit handler that shortens this process's end. Idempotent.
 
     Without it, Python's exit searches all objects of torch and Megatron for cycles, on a loaded
     machine for a minute (it still does if Triton is loaded), and after Ctrl-C the destructors of

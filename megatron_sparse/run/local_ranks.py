@@ -86,7 +86,7 @@ def run_netbed(
         )
     options = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms}
     options |= {"sites": links.sites, "nodes": nodes}
-    # A year: the script's own timeout must not end a long sweep, which has its own --timeout.
+    # A year: the script's own timeout must not end a long sweep; --timeout ends operations.
     options["timeout"] = 365 * 24 * 3600
     flags: list[str] = []
     for name, value in options.items():

@@ -80,8 +80,7 @@ def begin(
         config: the run, with device and precision decided.
         command: the command line.
         lock_stack: receives the lock of the run's folder; closing the stack releases the lock.
-        in_rank: whether this process is a rank. Only a launcher lets Megatron check the `megatron:`
-            section, because that imports Megatron.
+        in_rank: see `check_start`. Only a launcher lets Megatron check the `megatron:` section.
 
     Returns:
         The run with its schedule, and its folder; None if the checkpoint is the run's last one.

@@ -1,7 +1,7 @@
 """`python -m megatron_sparse.run.rank runs/NAME/config.yaml`: the process of one rank.
 
-The launcher starts it. Importing torch and Megatron takes seconds. Before that, `main` makes sure
-that Ctrl-C ends the rank without a traceback, and that the kernel kills it with its launcher.
+The launcher starts it. Importing torch takes seconds, so nothing here imports it: before, `main`
+makes sure that Ctrl-C ends the rank without a traceback, and that it dies with its launcher.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException:  # torch's CheckpointException is no Exception
-            # Printed inside `rank_log`, so only into the log, whose end the launcher prints.
+            # Printed inside `rank_log`, so into the log, whose end the launcher prints.
             traceback.print_exc()
             code = 1
     sys.exit(code)

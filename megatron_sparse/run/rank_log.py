@@ -48,7 +48,7 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
             yield
     else:
         # In another session, out of reach of signals to the job: if one ended tee, writing the next
-        # line would kill the rank with SIGPIPE.
+        # line would kill the rank.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)], stdin=subprocess.PIPE, start_new_session=True
         )

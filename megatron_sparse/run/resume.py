@@ -1,6 +1,6 @@
 """The checkpoint that a run starts from, and the command that resumes a run which has stopped.
 
-`find` chooses the checkpoint without writing; `describe` prints the choice in a line; `go_on` says
+`find` chooses the checkpoint without writing; `describe` puts the choice in a line; `go_on` says
 after a stop which checkpoint is saved. A folder of checkpoints has a tracker, Megatron's file with
 the iteration of the checkpoint to load. Megatron may also save temporary checkpoints, in another
 folder with its own tracker (`checkpoint_folder.with_temporary`).
@@ -28,7 +28,7 @@ class Start:
         checkpoint: folder of the checkpoint; None from scratch.
         own: whether the run itself saved it (the run is resumed), not the run of `training.load`.
         repairs: folder of checkpoints -> iteration to write into its tracker.
-        warnings: a line for each checkpoint that is damaged and not taken.
+        warnings: a line for each folder with a damaged tracker or checkpoint.
     """
 
     iteration: int = 0

@@ -1,7 +1,7 @@
 """The work of one rank: `main` if our launcher started it (`rank`), else `run_started`.
 
 If torchrun or srun started the ranks, no launcher prepares the run. Rank 0 does, and passes the
-folder on to the other ranks in torch's key-value store, which is in rank 0's process.
+folder on to the other ranks in torch's key-value store; srun's is in rank 0's process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(path: Path) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         after_ctrl_c.set()
-        return 128 + signal.SIGINT  # Ctrl-C also reaches the launcher, which reports it
+        return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
     except SystemExit:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -171,7 +171,7 @@ def _survive_early_signals(config: RunConfig) -> None:
 def _report_early_stop(config: RunConfig, stopped_at: int | None, rank: int) -> None:
     """On rank 0, prints that a signal has stopped the run, and requeues the job if configured.
 
-    `stopped_at` is the iteration of the checkpoint, or None if the run has reached its end.
+    `stopped_at` is the iteration of the checkpoint, or None if no signal stopped the run.
     """
     if stopped_at is None or rank != 0:
         return
