@@ -211,7 +211,7 @@ class Layout:
         }
         segments = _split_long(sorted({*shard_starts, numel, *kind_starts, *extra_cuts}))
         ranges = sorted({*segments, *pieces})
-        # All pieces of a segment are of one kind, (keep, lossless).
+        # All pieces of a segment are of one kind (keep, lossless), so its first one shows it.
         segment_keep = [kinds[piece][0] for piece in _intervals_around(pieces, segments)]
         # An empty bucket has no segments: each of its shards begins and ends at 0.
         shard_firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards

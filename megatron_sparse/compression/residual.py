@@ -71,8 +71,8 @@ class ResidualStore:
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """Begins a selection: returns the bucket's residual, zeros on first use, to be changed.
 
-        If a selection of the bucket is pending already, the next one adds to it after `go_on`.
-        Else the step is being repeated, and the pending selection is undone first.
+        If a selection of the bucket is pending already, after `go_on` the new one adds to it.
+        Without `go_on` the step is being repeated, and the pending selection is undone first.
 
         Raises:
             SelectionError: the step is being repeated and there is no undo copy.
@@ -119,10 +119,10 @@ class ResidualStore:
         return residual_N
 
     def drop_later(self, bucket: Bucket) -> None:
-        """Frees a bucket's residual, all of which is now being sent, once the step is final.
+        """Frees a bucket's residual when the step, which sends all of it, is final.
 
         A run that goes on without compression then spends no time or memory on residuals. On CUDA
-        call it with the stream current that uses the residual: it may be freed at once.
+        call it with the stream current that uses the residual: unless `is_reported` it goes now.
         """
         if self.is_reported:
             self._emptied.add(bucket.name)
@@ -203,10 +203,10 @@ class ResidualStore:
                 new_N.mul_(share)
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
-        """Converts a residual from before this step, or the old one inside a pending selection."""
+        """Multiplies a residual by `change`, or the old one inside a pending selection."""
         if name not in self._pending:
             residual_N.mul_(change)
-        elif self._pending[name]:  # it had a residual before the selection
+        elif self._pending[name]:  # there was an old residual; a new one has the new unit
             if not self.undo:
                 raise SelectionError(
                     f"bucket {name}: the residual's unit changes and its old value is not kept",
@@ -236,7 +236,7 @@ class ResidualStore:
         self._goes_on = self._is_apart = False
 
     def _restore(self, name: str) -> None:
-        """Undoes a pending selection: the residual is its undo copy again, or zeros."""
+        """Undoes a pending selection: the residual is its undo copy again; a new one is zeros."""
         had_residual = self._pending.pop(name)
         if had_residual:
             self._residuals[name].copy_(self._undo_copies[name])
@@ -274,7 +274,7 @@ class ResidualStore:
     def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
         """Yields each slice of a parameter, by name and offset, with a view of its residual.
 
-        Unlike buckets' names and padding, these do not change with the bucket size or overlap.
+        Unlike buckets' names and padding, name and offset do not depend on bucket size or overlap.
 
         Args:
             settled: leave pending selections out; see the method `settled`.

@@ -123,7 +123,7 @@ class Selector:
 
         One pass over gradient and residual, whose time is the stage `prune`. Updates the residual.
         The gradient's content is undefined afterwards: the collective overwrites it. The host reads
-        the record sizes, which on CUDA is one synchronisation a bucket; with a capacity none.
+        the record sizes, on CUDA a synchronisation for each bucket; with a capacity it need not.
 
         Args:
             bucket: the bucket to select from.
@@ -164,7 +164,7 @@ class Selector:
 
         Changes gradient and residual. With a `wire_dtype` narrower than the gradient's, returns a
         copy in that dtype, and the rounding errors become the new residual. Otherwise returns the
-        gradient, and frees the residual, which is then 0 (of 16-bit gradients: a rounding error).
+        gradient, and frees the residual: zeros or, of 16-bit gradients, rounding errors (lost).
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         is_narrower = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype

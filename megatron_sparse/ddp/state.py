@@ -225,7 +225,7 @@ class DDPState(HostState):
     def _step_taken(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the last pass's selections final, unless the optimizer has skipped an overflow."""
         self._knows_steps = True
-        # GradScaler calls fused optimizers even then: they see `found_inf`, and skip by themselves.
+        # After an overflow GradScaler calls fused optimizers too: they see `found_inf`, and skip.
         found_inf = getattr(optimizer, "found_inf", None)
         if self._is_unused and not (found_inf is not None and float(found_inf)):
             self.residuals.commit()
@@ -251,7 +251,7 @@ class DDPState(HostState):
             )
         if not self._in_flight:
             self._register_finish()
-        if self.step and not self._launched:  # another pass begins
+        if self.step and not self._launched:  # a pass begins that is not the first
             self._between_steps()
         # With its device, a future remembers the CUDA stream of the thread that completes it.
         devices: list[Any] = [self._device] if self._device.type == "cuda" else []
@@ -304,7 +304,7 @@ class DDPState(HostState):
     def _register_finish(self) -> None:
         """Has autograd call `_finish_backward` at the end of this pass, which raises errors.
 
-        Futures carry none, because DDP would raise another error in place of a future's own.
+        Futures carry no errors, because DDP would raise another in place of a future's own.
 
         Raises:
             HostError: no backward pass is going on.
@@ -331,7 +331,7 @@ class DDPState(HostState):
         self._all_at_end = False
         for pending in in_flight:
             pending.wait()
-        self._is_unused = self.residuals.undo
+        self._is_unused = self.residuals.undo  # until a step uses the pass, if it can be undone
         if not self._has_looked_at_loop:
             self._has_looked_at_loop = True
             for optimizer in refusals.optimizers_of_loop(self._scaler):
@@ -384,7 +384,7 @@ class DDPState(HostState):
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
         self.planner.load_state_dict(state.get("planner", {}))
-        self._scale = state["scale"] or 1.0  # None: saved before the first pass
+        self._scale = state["scale"] or 1.0  # None: saved by an earlier version before a pass
         if self._scaler is None:  # a scaler may be loaded later: the next pass reads its scale
             self._follow_scale()
 

@@ -166,7 +166,7 @@ class Attachment(HostState):
             self._sums,
             self.sink,
             end=self._step_ended,
-            inner_s=lambda: self.parameters.waited_s,  # not the optimizer's: stage `param_wait`
+            inner_s=lambda: self.parameters.waited_s,  # counts as the stage `param_wait` instead
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -256,7 +256,7 @@ class Attachment(HostState):
                         dist.all_reduce(correction_N, group=group.instances_group)
                     bucket.grad_N.add_(correction_N)
                     for piece in bucket.parameters:
-                        if piece.name in group.accumulated:  # Megatron has copied its sum already
+                        if piece.name in group.accumulated:  # the sum is in a copy, `main_grad`
                             main_grad = group.accumulated[piece.name].main_grad.view(-1)
                             elements = slice(piece.offset, piece.offset + piece.numel)
                             main_grad[elements].add_(correction_N[piece.start : piece.stop])

@@ -25,7 +25,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
     """Makes the training, validation and test datasets.
 
     Only the first rank of each tensor-parallel group reads data; `get_batch` broadcasts it.
-    `samples` has the size of each dataset. Megatron passes the virtual pipeline stage
+    `samples` has the number of each dataset's samples. Megatron passes the virtual pipeline stage
     `vp_stage`, but all stages have the same datasets.
     """
     args: Any = get_args()
@@ -137,6 +137,6 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model:
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
-        loss_mask=batch["loss_mask"],  # for the prediction of several tokens, with own losses
+        loss_mask=batch["loss_mask"],  # for the losses of layers that predict several tokens
     )
     return output, functools.partial(loss_function, batch["loss_mask"])

@@ -117,7 +117,7 @@ class _ChunkParameters:
         for parameter in host_bucket.params_list:
             name, shape = self._names[parameter], parameter.shape
             replicated = self._is_tensor_parallel and _is_replicated(parameter)
-            # Elements of the whole buffer, then of the bucket.
+            # `_places` counts elements of the whole buffer, a slice those of the bucket.
             start, stop = (place - host_bucket.offset for place in self._places[parameter][:2])
             slices.append(self._filter.slice_of(name, start, stop, shape, replicated))
         return tuple(sorted(slices, key=lambda piece: piece.start))

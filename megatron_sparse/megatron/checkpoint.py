@@ -67,7 +67,7 @@ def save_with(
             state[KEY] = sharded_state(attachment)
         return state
 
-    optimizer.sharded_state_dict = sharded_state_dict
+    optimizer.sharded_state_dict = sharded_state_dict  # until `WatchedOptimizer.close`
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:

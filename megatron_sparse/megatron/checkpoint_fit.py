@@ -93,7 +93,7 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
     derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
     parser = arguments.megatron_parser()
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
-    if not wanted.group_query_attention:  # completes what `SHAPE` needs
+    if not wanted.group_query_attention:  # each head is a group of its own
         wanted.num_query_groups = wanted.num_attention_heads
     return wanted
 
@@ -153,7 +153,7 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
 
 
 def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
-    """Refuses other model-parallel sizes if residuals are loaded, which fit only those saved."""
+    """Refuses other model-parallel sizes if residuals are loaded: they fit only the saved sizes."""
     found = _differences(PARALLEL, saved, wanted)
     takes_residuals = config.plugin and config.compression.residual_checkpoint != "none"
     if found and takes_residuals and _has_residuals(checkpoint):
@@ -182,7 +182,7 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
         return  # Muon: Megatron renames its arguments before it saves them
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
-        # Its state holds fp32 main weights only if the model's weights are fp16 or bf16.
+        # An unsharded optimizer has fp32 main weights only if the model's are fp16 or bf16.
         before, now = _precision(saved), _precision(wanted)
         if (before == "fp32") != (now == "fp32"):
             found["training.precision"] = (before, now)
@@ -211,7 +211,7 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
         return
     if getattr(saved, "train_samples", None) or wanted.train_samples:
-        return  # in samples, as the user gives it, the schedule is the same with any batch size
+        return  # a schedule given in samples does not depend on the batch size
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return

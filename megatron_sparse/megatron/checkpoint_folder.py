@@ -107,7 +107,7 @@ def track(folder: Path, iteration: int) -> None:
     """Makes the tracker name `iteration`. A failed write leaves the old tracker.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the tracker cannot be written.
     """
     write_whole(folder / TRACKER, str(iteration))
 

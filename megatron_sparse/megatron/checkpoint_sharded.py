@@ -99,7 +99,7 @@ def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTen
 def _part(
     key: str, values: torch.Tensor, whole: tuple[int, ...], begin: tuple[int, ...]
 ) -> ShardedTensor:
-    """Wraps `values` as a part of a saved tensor of shape `whole`, whose first index is `begin`.
+    """Wraps `values` as the part that begins at index `begin` of a saved tensor of shape `whole`.
 
     Megatron's `from_rank_offsets` makes only parts of equal sizes.
     """
@@ -171,7 +171,7 @@ def _read_header(checkpoint: Path, found: _Entries, *, residuals: bool) -> Saved
 
 
 def _combined(held: HeldSlice, rows: list[torch.Tensor], mode: str) -> torch.Tensor:
-    """A slice's residual [M]: the sum of its saved rows, or with mode `sum` its share of that sum.
+    """A slice's residual [M]: the sum of its saved rows, or its share of a saved sum (mode `sum`).
 
     Without saved rows it is zeros, not missing: all ranks must save the same parameters again.
     """

@@ -157,7 +157,7 @@ def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `maybe_move_tensor_to_cpu`: `as_numpy` converts tensors that are on the CPU, too."""
+    """Wraps `maybe_move_tensor_to_cpu`, whose `as_numpy` skips CPU tensors: converts them too."""
 
     @functools.wraps(original)
     def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -290,7 +290,7 @@ def enable() -> None:
             remedy="move the call to the top of the script",
         )
     _apply(CORE_PATCHES)
-    # Megatron warns if the CPU generator's state changes in a GPU generator's context: one here.
+    # Megatron warns if use of a GPU generator changes the CPU generator; here they are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

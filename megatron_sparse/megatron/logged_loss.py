@@ -50,7 +50,7 @@ class LoggedLoss:
             return results
         loss, n_tokens, logged = results
         if not loss.requires_grad or any(value.numel() != 2 for value in logged.values()):
-            return results
+            return results  # without a backward pass nothing would end the all-reduces
         return loss, n_tokens, self._add(loss, logged)
 
     def _add(self, loss: torch.Tensor, logged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ class ParameterGathers:
         self._compressed[id(group)] = gathers
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Makes the gather after a module has loaded parameters raw: ranks may differ in them."""
+        """Makes the gather raw that follows a load of a module's parameters: ranks may differ."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -280,7 +280,7 @@ def _reasons_for_raw(
     """
     reasons = [why_raw(group) or (QK_CLIP if clips else None) for group in groups]
     if method == LOSSY:
-        _refuse_if_any(method, [_on_gpu(group) for group in groups])
+        _refuse_if_any(method, [_on_gpu(group) for group in groups])  # it has no CUDA kernels
     if method in COMPRESSED:
         _refuse_if_any(method, reasons)
     if method != LOSSY:

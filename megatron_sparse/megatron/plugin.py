@@ -315,7 +315,7 @@ def throughput(
 
     Args:
         arguments: Megatron's.
-        microbatches: of each rank in this iteration.
+        microbatches: how many each rank has in this iteration.
         iteration_s: the iteration's wall-clock seconds.
         operations_of: Megatron's `num_floating_point_operations`, which counts the operations of a
             global batch from the model's shape; None leaves their rate out, as on a CPU.
@@ -345,7 +345,7 @@ def _loaded_checkpoint(folder: str, iteration: int) -> Path | None:
     arguments = _arguments()
     own, *temporary = checkpoint_folder.with_temporary(Path(folder), vars(arguments))
     if getattr(arguments, "override_ckpt_iteration", None) is not None:
-        # Megatron loads the newest; of a temporary checkpoint it does not store the iteration.
+        # Megatron loads the newest of these, but stores the iteration only of a permanent one.
         saved = [get_loaded_iteration(), *map(checkpoint_folder.tracked, temporary)]
         iteration = max(each or 0 for each in saved)
     if iteration <= 0:  # -1: nothing was loaded

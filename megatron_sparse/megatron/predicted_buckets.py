@@ -56,7 +56,7 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
     """
     model, tensor_ranks = config.model, config.training.tensor_parallel
     stages, hidden = config.training.pipeline_parallel, model.hidden_size
-    # Rows of the embedding on each tensor-parallel rank, which divides the padded vocabulary.
+    # Rows of the embedding on a tensor-parallel rank: its equal part of the padded vocabulary.
     vocabulary = _up(vocab_size, VOCABULARY_MULTIPLE * tensor_ranks) // tensor_ranks
     copied = tensor_ranks > 1  # `replicated`, for parameters that are not sharded
     found = [PredictedParameter("embedding.word_embeddings.weight", (vocabulary, hidden))]

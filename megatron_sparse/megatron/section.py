@@ -110,7 +110,7 @@ def check(
     variables |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     # Without the section: the arguments as parsed, and after Megatron's validation.
     parsed, baseline = vars(parser.parse_args(words)), _validated(words, variables)
-    if isinstance(baseline, ConfigError):
+    if isinstance(baseline, ConfigError):  # the keys of ours are refused
         raise_together(TITLE, found)
         raise baseline
     # Names in Megatron's arguments that no key of the section may change, each with the key of ours
@@ -160,8 +160,8 @@ def _checked_alone(
     """Checks each key of the section by itself.
 
     Returns:
-        The errors, and the keys to check together, with their values. A key whose only error is
-        that a key of ours sets the same flag is among them, because other keys may need its value.
+        The errors, and the keys to check together, with their values: also a key whose only error
+        is that a key of ours sets the same flag, because other keys may need its value.
     """
     found: list[MegatronSparseError] = []
     section = {}
@@ -223,7 +223,7 @@ def _validated(
         return arguments.refusal_of(error)
     validated = {_DATA: data or (None, None), **vars(args)}
     if args.use_layer_wise_distributed_optimizer and "--use-distributed-optimizer" in words:
-        validated["use_distributed_optimizer"] = True  # Megatron clears it for its other flag
+        validated["use_distributed_optimizer"] = True  # the layer-wise flag clears it
     return validated
 
 

@@ -123,7 +123,7 @@ class ResidualUnit:
         if self.per_token:
             # 1: without Megatron's factor, residuals are in the unit of the final gradient.
             self.gradient_factor = torch.tensor(gradient_factor or 1.0, dtype=torch.float64)
-        elif gradient_factor is not None:
+        elif gradient_factor is not None:  # this run multiplies its sums by no factor
             change = (change or 1.0) * gradient_factor
         return change
 

@@ -78,7 +78,7 @@ class LossyGather(ShardGather[LossyWay]):
         if accepted:
             return
         self._changed = self._was_changed
-        # If an earlier accepted step still waits for its gather, the master was in the buffer.
+        # If an earlier accepted step still waits for its gather, the master stays in the buffer.
         if not self._changed:
             self._put_into_buffer(master=False)
 

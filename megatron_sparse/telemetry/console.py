@@ -86,10 +86,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     console.print()
     console.print(_traffic_table(summary))
     console.print()
-    # Times are those of the phase at the target density, or of a dense run, else of the whole run.
+    # Times are those of the phase `target`, or of the dense phase, else of the whole run.
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
 
-    # `parts_of` of `_stage_table`, for the table of the thread and the table of the buckets.
+    # Arguments `parts_of` of `_stage_table`: for the thread's table, and for the buckets'.
     def thread_ms(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
         return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
 
@@ -156,7 +156,7 @@ def _stage_table(
     p95_ms = parts_of(figures["stage_ms_p95"], figures["iteration_ms_p95"])
     whole_ms = figures["iteration_ms_mean"]
     table = plain_table(title, "stage", "mean ms", "share", "median", "p95")
-    # The same widths in both tables align their columns.
+    # The same widths align the columns of the thread's and the buckets' tables.
     table.columns[0].min_width = max(map(len, STAGE_MEANINGS))
     for column in table.columns[1:]:
         column.min_width = 8
@@ -210,7 +210,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     whole_bits, aim = 0.0, summary["target_density"]
     if aim is not None and aim < 1:
         whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))
-    factors |= {preset: (selected + whole_bits) / bits for preset, selected in BITS.items()}
+    factors |= {preset: (pruned_bits + whole_bits) / bits for preset, pruned_bits in BITS.items()}
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
     exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"

@@ -62,7 +62,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file atomically: a kill leaves the old content or the new, never a part.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:

@@ -121,7 +121,7 @@ class RunProgress:
     def left_s(self) -> float | None:
         """Predicts the seconds to the run's end, at the pace of the last iterations.
 
-        Includes the time between iterations. None before the second one, and without a total.
+        Includes the time between iterations. None until two have ended, and without a total.
         """
         if self.total is None or len(self._ended_s) < 2:
             return None

@@ -96,7 +96,7 @@ def _holds_elsewhere(holder: Mapping[str, Any], silent_s: float) -> bool:
     if not holder or is_here or silent_s > STALE_S:
         return False
     job = os.environ.get("SLURM_JOB_ID")
-    was_requeued = job is not None and holder.get("slurm_job") == job
+    was_requeued = job is not None and holder.get("slurm_job") == job  # this job, earlier
     return not was_requeued
 
 
