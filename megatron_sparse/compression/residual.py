@@ -79,7 +79,7 @@ class ResidualStore:
         """
         name = bucket.name
         self._buckets[name] = bucket
-        self._is_apart = False  # if set, then by a pass that is now repeated
+        self._is_apart = False  # may be set by a pass that this one repeats
         self._emptied.discard(name)
         if name in self._pending:
             if self._goes_on:

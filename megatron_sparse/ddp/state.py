@@ -212,7 +212,7 @@ class DDPState(HostState):
             self._buckets.rescale(self._scale / before)
 
     def _discard_unused(self) -> None:
-        """Restores the residual from before the last, unused pass; warns once after several."""
+        """Restores the residual from before the last, unused pass; after several in a row warns."""
         self.discard_step()
         self._unused_in_a_row += 1
         if self._unused_in_a_row == WARN_AFTER:

@@ -274,7 +274,7 @@ class Attachment(HostState):
             self.residuals.commit(unit_change, share)
         else:
             self.residuals.rollback()
-            self.residuals_came_back()
+            self.residuals_came_back()  # they are sent even if compression is off now
         self.step += 1
         self._between_steps()
         scale_change = self.unit.follow_loss_scale()  # None, unless the optimizer has changed it

@@ -70,7 +70,7 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
 def _group_buckets(
     name: str, host: Any, parameters: _ChunkParameters, config: SparseConfig, *, expert: bool
 ) -> GroupBuckets:
-    """Makes the reducer's buckets for one of Megatron's bucket groups; large ones in pieces."""
+    """Makes the reducer's buckets for one of Megatron's bucket groups; cuts large ones."""
     _check_own(host)
     attributes = _group_attributes(host.ddp_config)
     process_group = getattr(host, attributes[0])

@@ -280,7 +280,7 @@ def _reasons_for_raw(
     """
     reasons = [why_raw(group) or (QK_CLIP if clips else None) for group in groups]
     if method == LOSSY:
-        _refuse_if_any(method, [_on_gpu(group) for group in groups])  # it has no CUDA kernels
+        _refuse_if_any(method, [_on_gpu(group) for group in groups])  # lossy has no CUDA kernels
     if method in COMPRESSED:
         _refuse_if_any(method, reasons)
     if method != LOSSY:

@@ -173,7 +173,7 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
         if values_N.dtype != torch.float32:
             continue
         shard = bucket.shard(rank)
-        without_padding = sum(piece.numel for piece in slices_of(bucket, [shard]))
-        if _elements_in(values_N[shard], spans) != without_padding:
+        numel_without_padding = sum(piece.numel for piece in slices_of(bucket, [shard]))
+        if _elements_in(values_N[shard], spans) != numel_without_padding:
             return MASTERS_ELSEWHERE
     return None

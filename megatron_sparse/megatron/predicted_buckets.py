@@ -196,7 +196,7 @@ def _bucket_numel(config: RunConfig) -> float:
 
 
 def _gradient_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of Megatron's gradient buffers: without flags, fp16 for fp16, else fp32."""
+    """The dtype of Megatron's gradient buffers: without flags, fp16 in fp16 training, else fp32."""
     precision, flags = config.training.precision, config.megatron
     in_fp32 = flags.get("accumulate_allreduce_grads_in_fp32")
     narrow = flags.get("main_grads_dtype", "fp32") != "fp32" and not in_fp32

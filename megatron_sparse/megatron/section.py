@@ -217,7 +217,7 @@ def _validated(
         ):
             args = host.parse_and_validate_args()
             _check_layers(training.model_config_of(args).transformer)
-            # `data_path` may be in the section: only there a blend of datasets can be given.
+            # Not `data_path`, which the section may set: only there can a blend be given.
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)

@@ -210,7 +210,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     whole_bits, aim = 0.0, summary["target_density"]
     if aim is not None and aim < 1:
         whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))
-    factors |= {preset: (pruned_bits + whole_bits) / bits for preset, pruned_bits in BITS.items()}
+    factors |= {preset: (preset_bits + whole_bits) / bits for preset, preset_bits in BITS.items()}
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
     exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"

@@ -112,7 +112,7 @@ def thread_parts(
     """Splits an iteration into the training thread's stages and `REST`, the time in no stage.
 
     Args:
-        stage_ms: milliseconds by stage: of an iteration, or means or medians; None: unknown.
+        stage_ms: milliseconds by stage: of an iteration, or means or medians; None if unknown.
         iteration_ms: milliseconds of the whole iteration; None, without iterations, omits `REST`.
         gathers: whether parameters are gathered; otherwise the wait for them is left out.
 
@@ -166,7 +166,7 @@ def target_density(configured: float | str | None, summary: Mapping[str, Any]) -
 
 
 def of_all(figures: Mapping[str, Any]) -> str:
-    """Formats the waits as `30.00 of 250.00 ms`; adds the gradients' and parameters' share, if any.
+    """Formats the waits as `30.00 of 250.00 ms`; with waits for parameters, adds both parts.
 
     Returns `-` if the waits are unknown. Of `figures` it reads the means of stages and iteration.
     """
