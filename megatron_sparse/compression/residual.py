@@ -136,9 +136,9 @@ class ResidualStore:
     def take_apart(self, leak: float) -> dict[str, torch.Tensor]:
         """Returns corrections that turn the step's sums into sums of gradients without residuals.
 
-        This rank has sent gradient + old residual - new residual. `commit` will then restore the
-        old residuals. Call it between the sums and `commit` or `rollback`. Needs undo copies, and
-        one buffer of a residual's size for each pending selection while the result lives.
+        This rank has sent gradient + old residual - new residual before its leak. `commit` will
+        then restore the old residuals. Call it between the sums and `commit` or `rollback`. Needs
+        undo copies, and while the result lives a buffer of the same size per pending selection.
 
         Args:
             leak: the factor with which unsent values entered the residuals; 1 loses nothing.

@@ -42,7 +42,7 @@ def device_of(ddp: object) -> torch.device:
 def check_config(
     config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Refuses what plain DDP (torch's own) cannot do, and what would corrupt residuals.
+    """Refuses what plain DDP (torch's, not Megatron's) cannot do, and what would corrupt residuals.
 
     Args:
         config: the plugin's configuration.

@@ -305,7 +305,7 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
     """Splits a saved sum among `count` rows: each takes every `count`-th element, else zero.
 
     Returns the row's values of the slice `held`. The rows add up to the sum exactly; sum / `count`
-    would do so only for a power of two. Also, only one row then sends each element.
+    would do so only for a power of two. Also, each element is then sent by one row only.
 
     Args:
         total_M: the elements of the sum that lie in the slice.

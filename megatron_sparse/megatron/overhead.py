@@ -123,7 +123,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures without and with overlap on each rank of a torchrun launch; rank 0 prints."""
+    """Measures without and with overlap on the ranks of torchrun; rank 0 prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

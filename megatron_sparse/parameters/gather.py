@@ -194,9 +194,9 @@ class ShardGather[W: Way](ABC):
         )
         number = self._number
         self._number = (number + 1) % 2**NUMBER_BITS
-        steps = self._gather(record, number)
+        stages = self._gather(record, number)
         return self._progress.submit(
-            Pending(record.bucket, steps, record.timer, record, self._sink)
+            Pending(record.bucket, stages, record.timer, record, self._sink)
         )
 
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
