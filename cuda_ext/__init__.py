@@ -36,7 +36,7 @@ def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
 
 
 def status() -> dict[str, dict[str, object]]:
-    """The state of both libraries, for the command `doctor`; loads those that are built.
+    """The state of both libraries, for `doctor`; loads those that are built, builds none.
 
     Returns:
         For each of "cpu" and "cuda" a dict: `path` (str), `built` (bool: from the current sources),

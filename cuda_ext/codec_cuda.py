@@ -2,7 +2,7 @@
 
 Kernels run on the current stream. A status is a few int64 words that a kernel leaves on the device,
 the first one an error code (0: none). A decoder reports its status; an encoder's report is its
-status, then the size and the count of each segment. The CPU needs a record's length to send it, and
+status, then its segments' sizes, then their counts. The CPU needs a record's length to send it, and
 must find a bad record before the optimizer uses the sum. So each call copies its report to the CPU
 and waits; where sizes are fixed (`slots`), `reports` copies the reports of many calls at once.
 Tables (of offsets, for example) are CPU tensors; `on_device` caches their copies on the device.

@@ -13,7 +13,7 @@ from megatron_sparse.errors import ExtensionError
 
 @cache
 def check_kernels(device: torch.device) -> None:
-    """Raises an error if the CUDA kernels cannot run on a device.
+    """Raises an error if a CUDA device cannot run the kernels.
 
     The first call for a device loads the extension's CUDA part, which may build it.
 

@@ -148,7 +148,7 @@ class SumPlan:
         if not self.gathers:
             return by_rank
         encoder = self.world_size * codec_cuda.STATUS_WORDS
-        # After the encoder's status come the size and the count of each own segment.
+        # After the encoder's status come the own segments' sizes, then their counts.
         sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + by_rank
         return torch.cat([by_rank, torch.tensor([encoder]), sums])
 

@@ -85,7 +85,7 @@ class HostCopy:
     """
 
     def __init__(self, calls: list[tuple[torch.Tensor, Check]]) -> None:
-        """Starts the copy; on CUDA the event `_copied` ends with it."""
+        """Starts the copy; on CUDA event `_copied` marks its end."""
         self._calls = calls
         self._copied: torch.cuda.Event | None = None
         self._words = torch.empty(0, dtype=torch.int64)

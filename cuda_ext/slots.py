@@ -77,12 +77,12 @@ class Slots:
         return _slots(*(table.numpy().tobytes() for table in tables), every_step)
 
     def part(self, segments: slice) -> torch.Tensor:
-        """The places of some of the records, from the first one's begin."""
+        """The slots of some of the records, from the first one's begin."""
         return _part(self, segments.start, segments.stop)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that each record's place takes."""
+        """Bytes that each record's slot takes."""
         return tuple(self.offsets.diff().tolist())
 
 

@@ -155,7 +155,7 @@ def _round_magnitude(
     LIMIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rounds fp32 magnitudes, given as bits `u_B`, by cutting off CUT bits; at most to LIMIT.
+    """Rounds finite fp32 magnitudes, as bits `u_B`, by cutting off CUT bits; at most to LIMIT.
 
     STOCHASTIC: by `random_B`; else to nearest even. Below FIXED_BELOW (0: never) it rounds to
     multiples of 2^-24, the step of fp16's denormals. As in `csrc/elementwise.h`.

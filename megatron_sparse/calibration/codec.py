@@ -1,11 +1,11 @@
 """Times the codec's calls as training makes them, and fits their cost by number of elements.
 
 The calls' vectors hold normal values at independent uniform positions. Selection is training's
-(sampled threshold, error feedback, one pass), with leak 0: no residual stays, so every repetition
-selects the same. Of a sum, the non-zeros are counted before they are encoded, as collectives do.
-ZEN cuts a vector by a hash into partitions, with a position in it for each element; its records are
-timed for one of `PARTITIONS` partitions, by number of positions. Rice records are timed with fp32
-values and with values of 4 bits, which stand for any number of bits.
+(sampled threshold, error feedback, one pass), with leak 0: only rounding errors stay, so
+repetitions select nearly the same. A sum's non-zeros are counted before it is encoded, as
+collectives do. ZEN cuts a vector by a hash into partitions, with a position in it for each element;
+its records are timed for one of `PARTITIONS` partitions, by number of positions. Rice records are
+timed with fp32 values and with values of 4 bits, which stand for any number of bits.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def seconds_of(call: CodecCall, sweep: CodecSizes, clock: Clock) -> float:
 
 
 def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Tensor:
-    """Makes fp32 [N]: normal values at a fraction `density` of positions, the same on all ranks."""
+    """fp32 [N], the same on all ranks: normal at `density` of positions (at least one), else 0."""
     generator = torch.Generator().manual_seed(numel)
     values_N = torch.randn(numel, generator=generator)
     chosen = torch.randperm(numel, generator=generator)[: max(round(density * numel), 1)]

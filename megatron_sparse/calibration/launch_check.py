@@ -1,6 +1,6 @@
 """Checks that the ranks of a launch fit together; `calibrate` prints the result first.
 
-At most nine lines say that all ranks are there; that their versions, devices and clocks agree, or
+Its lines say that all ranks are there; that their versions, devices and clocks agree, or
 which ranks differ; and which link inside a node, and between nodes, is the slowest.
 
 Links are those of rings: one through the ranks of each node, and one through each lane, which has

@@ -1,7 +1,7 @@
 """The record in which a rank sends a server its entries of one partition (ZEN's Push).
 
-Entries are the non-zero elements. A position numbers the elements of a partition in the order of
-its hash (`hash_partition`). For a partition with P elements, K of them non-zero, pairs of index and
+Entries are the non-zero elements. A position is an element's number in its partition, in order of
+the hash (`hash_partition`). For a partition with P elements, K of them non-zero, pairs of index and
 value take 4 K bytes and the values (the paper's COO). Deviation: where another form is smaller, the
 record is a hash bitmap (P / 8 bytes and the values, from a density of 1/32 on), or dense. So it
 never exceeds the dense size by more than the headers, and its reader accepts all three forms.

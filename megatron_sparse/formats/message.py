@@ -232,7 +232,7 @@ def encode_segments(
     *,
     residual_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encodes the non-zero elements of any vector; `ops.encode` describes the arguments.
+    """Encodes any pruned vector; `ops.encode` describes the arguments.
 
     Args:
         values_N: only read.

@@ -54,13 +54,14 @@ def ran(case, sweep, cluster, gradients, byte_s=0.0):
     virtual = VirtualCluster(n, cluster.topology(n))
     members = members_of(virtual.transports[0].nodes) if case.level == NODE else []
     choice = LevelChoice(case.level, "as asked", tuple(map(tuple, members)))
-    paths = [RankReducer(case, sweep, each) for each in virtual_groups(virtual, choice)]
+    reducers = [RankReducer(case, sweep, each) for each in virtual_groups(virtual, choice)]
 
     def start(transport):
-        path, bucket = paths[transport.rank], case.bucket(gradients[transport.rank].clone(), n)
+        reducer = reducers[transport.rank]
+        bucket = case.bucket(gradients[transport.rank].clone(), n)
         if SCHEMES[case.scheme].takes is Input.SPARSE:  # memory taken once is no cost of a step
-            path.residuals.begin(path.reducer.part(bucket))
-        return path.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
+            reducer.residuals.begin(reducer.reducer.part(bucket))
+        return reducer.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
 
     virtual.run(start)
     return virtual

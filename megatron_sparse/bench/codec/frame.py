@@ -39,7 +39,7 @@ class Case:
         size: bytes of the gradient.
         density: fraction of the elements that the record holds.
         dtype: of the gradient.
-        form: one of `options.FORMS`: a format and, after an underscore, its variant.
+        form: one of `options.FORMS`, such as `pici_paper`: Pici, variant `paper`.
         device: of the gradient.
     """
 

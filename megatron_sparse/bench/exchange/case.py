@@ -79,7 +79,7 @@ class BucketCase:
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
     def config(self, sweep: CollectiveSweep, world_size: int) -> SparseConfig:
-        """Makes the case's configuration; step 0 has the target density already.
+        """Makes and checks the configuration; step 0 has the target density already.
 
         Schemes that skip a straggler skip the last rank, which `--delay-ms` delays.
         """

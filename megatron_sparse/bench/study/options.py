@@ -2,7 +2,7 @@
 
 A setting of `bench convergence` changes one factor of `compression=topk99`, or is a preset, or
 dense. One that trains with SGD is compared with dense SGD, every other one with dense Adam. The
-settings of `bench time-to-loss` are Megatron without the plugin (plain, and in bf16) and presets.
+settings of `bench time-to-loss` are Megatron without the plugin, in three ways, and presets.
 
 Imports nothing heavy: the command line reads this for `--help`.
 """
