@@ -67,7 +67,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     CUDA the CPU reads the records' headers. Below, a place is a rank's index in the ring.
     """
     transport, options = exchange.transport, exchange.options
-    intra, inter, gather = options.ring_densities()
+    intra, inter, gather = options.ring_densities()  # the three thresholds
     scheme = f"{NAME} {intra}/{inter}/{gather}"
     identity = Identity.of_message(scheme, exchange, message)
     group = Subgroup(transport, ring_order(transport), identity.tag)
@@ -91,7 +91,8 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
         return group.sent_bytes
     # From the last sum received to this rank's complete sum, which includes its own contribution.
     incoming.extrapolate()
-    # Quantised sums (`scheme.sum_bits`) never go dense: they are shorter, and ranks expect them.
+    # Quantised sums (`scheme.sum_bits`) never go dense: they are shorter than dense ones, and the
+    # peers decode no other dtype.
     is_quantised = sums.gather_dtype != sums.final_dtype
     if incoming.density >= gather and not is_quantised:
         # A new object with the same sum, in the same memory, that encodes it as dense records.
@@ -124,7 +125,7 @@ def cost(run: DryRun) -> None:
     SpCCL's equations 3 to 6 as in `sparse_ring.cost`. The density on each link follows equation 7,
     calibrated by each record that crosses the link (`link_density`).
     """
-    intra, inter, gather = run.options.ring_densities()
+    intra, inter, gather = run.options.ring_densities()  # the three thresholds
     own = run.messages(SCHEME.message_format(run.options))
     form = run.sum_format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))

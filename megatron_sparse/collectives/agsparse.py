@@ -98,8 +98,8 @@ def cost(run: DryRun) -> None:
         return
     if not run.has_slots:
         run.agree()
-    density = float(run.densities.whole(1))  # of one message
-    whole, (sent_density,) = run.piece(), run.message_density()  # in capacity mode the slots'
+    whole, density = run.piece(), float(run.densities.whole(1))  # the density of one message
+    (sent_density,) = run.message_density()  # the same, or in capacity mode that of full slots
     nbytes = float(record_format.nbytes(whole, sent_density, run.b))
     run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])  # step, bytes, local work
     # The first of the n messages is written, the others are added to it.

@@ -308,7 +308,7 @@ class Subgroup:
         sent_bytes = sum(values.nbytes for sends, _ in rounds for _, values in sends)
         is_small = independent and over_gloo and sent_bytes <= SMALL_BYTES
         posts_all = on_cuda or is_small  # in the first iteration
-        last_posting = 0 if is_small else len(rounds) - 1
+        last_posting = 0 if is_small else len(rounds) - 1  # on CUDA no earlier iteration waits
         posted: list[Work] = []
         for number in range(len(rounds)):
             end = len(rounds) if posts_all else number + 1

@@ -78,7 +78,7 @@ def cost(run: DryRun) -> None:
 
     With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
     of SpCCL and of PCCL, twice). A reduce-scatter takes half. On CPU the ranks agree first, as in
-    `dense`. Adding the residual (`Selector.take_whole`) is not priced: without one it is free.
+    `dense`. Adding the residual (`Selector.take_whole`), if there is one, is not priced.
     """
     if run.cluster.device == "cpu":
         run.agree()

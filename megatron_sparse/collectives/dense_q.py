@@ -40,7 +40,7 @@ def cost(run: DryRun) -> None:
     split_cost(run, run.whole_messages())
     if not run.scatter:
         sum_density_n = run.densities.shards(run.n, run.n)
-        # Both densities are the same: the size of dense records does not depend on them.
+        # The same density twice: the size of dense records does not depend on it.
         spread_sums_cost(run, run.whole_sums(), sum_density_n, sum_density_n)
 
 

@@ -67,14 +67,14 @@ def pairwise_all_gather(
     each rank's piece. `last`: this rank will post nothing more.
     """
     n, rank = group.world_size, group.rank
-    senders = [(rank + step) % n for step in range(n)]  # number i arrives in round i; 0 is own
+    senders = [(rank + step) % n for step in range(n)]  # by round, from 1 on; 0: this rank
     pieces = [own, *room.split([sizes[sender] for sender in senders[1:]])]
     rounds: list[Round] = [
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
 
     def hand_over(number: int) -> None:
-        """Hands over the piece that arrived in round `number`; 0: this rank's own."""
+        """Hands over the piece that arrived in round `number`, from 1 on; 0: this rank's own."""
         arrived(senders[number], pieces[number])
 
     yield from group.in_rounds(rounds, hand_over, independent=True, last=last)
@@ -93,7 +93,7 @@ def ring_all_gather(
     pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
     def piece_of_round(number: int) -> torch.Tensor:
-        """The piece that arrived in round `number`, of rank - number; 0: this rank's own."""
+        """The piece that arrived in round `number`, from 1 on, of rank - number; 0: the own one."""
         return pieces[-number % n]
 
     # A rank passes on the piece that arrived in the round before, at first its own.
@@ -104,7 +104,7 @@ def ring_all_gather(
     ]
 
     def hand_over(number: int) -> None:
-        """Hands over the piece that arrived in round `number`; 0: this rank's own."""
+        """Hands over the piece that arrived in round `number`, from 1 on; 0: this rank's own."""
         arrived((rank - number) % n, piece_of_round(number))
 
     yield from group.in_rounds(rounds, hand_over, last=True)
@@ -136,7 +136,7 @@ def doubling_all_gather(
         counts.append(d + more)
 
     def hand_over(number: int) -> None:
-        """Hands over the pieces that arrived in round `number`; 0: this rank's own."""
+        """Hands over the pieces that arrived in round `number`, from 1 on; 0: this rank's own."""
         for i in range(counts[number], counts[number + 1]):
             arrived((rank + i) % n, span(i, i + 1))
 

@@ -90,7 +90,7 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
         values_N = _decoded(exchange, message, parts)
 
     nodes = len(lanes.members)
-    # Phase 3 is then empty: a rank with a lane that sends nothing in it receives nothing either.
+    # A rank with a lane that sends nothing in phase 3 receives nothing in it either.
     ends_early = has_lane and not sends_in_phase_3
     # Phase 1: on a rank with a lane, its part of `values_N` becomes the node's sum.
     yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends_early and nodes == 1)
@@ -231,7 +231,7 @@ def _sum_in_lanes(
     A rank without a lane only sends.
     """
     m, rank, lanes = inside.world_size, inside.rank, parts.lanes  # numbers in the node
-    # By peer: one tensor, or none.
+    # For each peer a list: its lane's part, or nothing if it has no lane.
     sent = [[values_N[parts.part(peer)]] if peer < lanes.count else [] for peer in range(m)]
     received: list[list[torch.Tensor]] = [[] for _ in range(m)]
     part_M = values_N[parts.part(lanes.lane)]
@@ -242,7 +242,7 @@ def _sum_in_lanes(
             received[(rank + number) % m] = [room_M]
 
     def add(number: int) -> None:
-        """Adds the part that arrived in round `number`; 0: nothing, as a rank has no own entry."""
+        """Adds the part that arrived in round `number`, from 1 on; for 0 there is none."""
         for room_M in received[(rank + number) % m]:
             with exchange.timer.stage("decode"):
                 part_M.add_(room_M)
@@ -272,7 +272,7 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
 def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> Phase:
     """Phase 3 of an all-reduce: each lane's rank sends its part to all ranks of its node."""
     m, rank, lanes = inside.world_size, inside.rank, parts.lanes.count  # numbers in the node
-    # By peer: where its part lies in the gradient; none of a rank without a lane.
+    # For each peer a list: where its part lies in the gradient, or nothing if it has no lane.
     parts_M = [[grad_N[parts.part(peer)]] if peer < lanes else [] for peer in range(m)]
     rounds = pairwise_rounds([parts_M[rank]] * m, parts_M, inside)
     yield from inside.in_rounds(rounds, independent=True, last=True)

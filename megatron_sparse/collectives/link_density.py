@@ -41,7 +41,7 @@ def prunable_nnz(records: torch.Tensor, cut: Cut) -> int:
     total = position = 0
     for is_sent_whole in cut.keep.tolist():
         packed = records[position : position + HEADER_BYTES].cpu().numpy().tobytes()
-        header = Header.unpack(packed, None, payload_sum=None)
+        header = Header.unpack(packed, rank=None, payload_sum=None)
         position += HEADER_BYTES + header.payload_bytes
         total += 0 if is_sent_whole else header.nnz
     return total

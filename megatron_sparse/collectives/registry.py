@@ -104,12 +104,12 @@ def check_capacity(scheme: SchemeConfig) -> None:
     Raises:
         ConfigError: lists the schemes that have them.
     """
-    given, name = scheme.given_capacity, scheme.name  # None for `auto` and null
+    given, name = scheme.given_capacity, scheme.name  # `given`: None for `auto` and null
     # With a capacity `scheme.name=auto` chooses among the sparse schemes that take one.
     if given is not None and name != AUTO and not SCHEMES[name].takes_slots:
         raise ConfigError(
             f"scheme.name={name} has no messages of fixed size",
-            expected=" | ".join([AUTO, *(name for name, s in SCHEMES.items() if s.takes_slots)]),
+            expected=" | ".join([AUTO, *(able for able, s in SCHEMES.items() if s.takes_slots)]),
             got=f"scheme.capacity={given}",
             remedy="choose another scheme, or leave scheme.capacity out",
         )

@@ -223,15 +223,15 @@ class _Run:
         rank = self.group.rank
         sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
         buffer = self._take("gathered", sum(sizes))
-        record, room = buffer[: sizes[rank]], buffer[sizes[rank] :]
-        parts[rank].encode(own, torch.arange(counts[rank], device=record.device), record)
+        sent, room = buffer[: sizes[rank]], buffer[sizes[rank] :]
+        parts[rank].encode(own, torch.arange(counts[rank], device=sent.device), sent)
         gathered: dict[int, RowSparse] = {}
 
         def arrived(sender: int, record: torch.Tensor) -> None:
             """Decodes the rows of one rank."""
             gathered[sender] = parts[sender].decode(record, sender)
 
-        yield from pairwise_all_gather(record, room, sizes, self.group, arrived)
+        yield from pairwise_all_gather(sent, room, sizes, self.group, arrived)
         return [gathered[sender] for sender in range(len(sizes))]
 
     def _reduce(self, contributions: list[RowSparse]) -> RowSparse:

@@ -97,8 +97,8 @@ def ring_reduce_scatter(
     n, place, ranks, message = group.world_size, group.rank, group.ranks, sums.message
     source = ranks[(place - 1) % n]
     own = message_parts(message, cuts)
-    most = max(cut.capacity("fp32", message.value_dtype) for cut in cuts)
-    out, room = sums.take("encoded", most), sums.take("received", most)
+    most_bytes = max(cut.capacity("fp32", message.value_dtype) for cut in cuts)
+    out, room = sums.take("encoded", most_bytes), sums.take("received", most_bytes)
     # The sums begin with this rank's own message.
     for shard, records in enumerate(own):
         sums.add_message(records, cuts[shard], ranks[place], fresh=True)

@@ -72,7 +72,7 @@ class SparseSum:
         bucket, sum_bits = exchange.bucket, exchange.options.given_sum_bits
         self._bucket, self.message = bucket, message
         self.exchange, self._timer = exchange, exchange.timer
-        log2_span = RICE_SPANS[0]  # only Rice records use it
+        log2_span = RICE_SPANS[0]  # `rice_span` of density 1; only Rice records use it
         if whole:
             form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
         elif message.log2_span is not None and form == FORMAT_ADAPTIVE:

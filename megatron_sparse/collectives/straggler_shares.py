@@ -84,7 +84,7 @@ def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
         for sender, receiver in chunk_of:
             sent, back = chunk_of[sender, receiver], chunk_of.get((receiver, sender))
             meetings[sender].append(Meeting(receiver, sent, back))
-            if back is None:  # else the loop adds the receiver's meeting with the transfer back
+            if back is None:  # else the loop adds the receiver's meeting at the transfer back
                 meetings[receiver].append(Meeting(sender, None, sent))
     return meetings
 

@@ -160,7 +160,7 @@ def _pull(
 ) -> Phase:
     """Runs the Pull: every server sends its encoded sums to all, which decode them into `sums`.
 
-    Decodes this rank's own sums (`own`) too, because they are rounded as on all other ranks.
+    Decodes this rank's own sums (`own`) too, so that they are rounded here as on all other ranks.
     `partitions`: the layout of each server's records.
     """
     exchange = sums.exchange

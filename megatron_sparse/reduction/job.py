@@ -306,7 +306,7 @@ class Pending[T]:
             timeout_s: seconds that one operation may take.
         """
         self._stream = JobStream(streams)
-        self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
+        self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S  # after the backend's own
         self._start_event = self._stream.recorded_event()
 
     def can_move(self, *, gate_is_open: bool) -> bool:
@@ -315,7 +315,7 @@ class Pending[T]:
         Args:
             gate_is_open: whether no job before this one may still post.
         """
-        if self.after is not None:  # `step` needs its `finish_event`, recorded when it is queued
+        if self.after is not None:  # `step` needs the event that `after` records when it is queued
             return self.after.queued()
         if self._is_at_gate:
             return gate_is_open

@@ -81,7 +81,7 @@ def virtual_groups(
     n = len(cluster.transports)
     size = n // instances  # ranks of an instance
 
-    @cache  # all members of a group must get the same one
+    @cache  # all members of a group must get their transports from one call of `cluster.group`
     def transports_of(ranks: tuple[int, ...]) -> dict[int, Transport]:
         """Makes a group of these ranks of the cluster; rank -> its transport."""
         return dict(zip(ranks, cluster.group(ranks), strict=True))
@@ -149,7 +149,7 @@ def choose_level(
         members = node_or_rank.nodes if cheapest.level == NODE else ()
         return LevelChoice(cheapest.level, cheapest.reason, members)
     if instances > 1:
-        # Users set up several instances where the links between these are slow.
+        # Users set up several instances where the links between these are slow: compress there.
         return LevelChoice(INSTANCE, f"{instances} instances of the distributed optimizer")
     return node_or_rank
 
@@ -171,10 +171,10 @@ def _node_or_rank(nodes: Sequence[int], configured: str) -> LevelChoice:
     ordered = sorted(members)
     if [*chain(*ordered)] != list(range(len(nodes))):
         return LevelChoice(RANK, "ranks are not numbered node by node")
-    shape = f"{len(members)} nodes of {sizes[0]} ranks"
+    reason = f"{len(members)} nodes of {sizes[0]} ranks"
     if len(members) == 1:
-        shape = f"{sizes[0]} ranks on one node, where nothing is compressed: dense"
-    return LevelChoice(NODE, shape, tuple(ordered))
+        reason = f"{sizes[0]} ranks on one node, where nothing is compressed: dense"
+    return LevelChoice(NODE, reason, tuple(ordered))
 
 
 def _cheapest(
@@ -197,6 +197,6 @@ def _cheapest(
     has_price = name != AUTO_SCHEME and all(
         fits(name, shape.op, options, value_bits) for shape in counts
     )
-    names = (DENSE, name) if has_price else PRICED_SCHEMES
+    names = (DENSE, name) if has_price else PRICED_SCHEMES  # `dense` is always a candidate
     pricing = LevelPricing(cluster, options, names, priced_sizes, instances)
     return pricing.best(counts, config.compression.given_density)

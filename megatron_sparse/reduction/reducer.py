@@ -138,7 +138,7 @@ class MessageTurns:
         self._launches = 0
 
     def take(self, bucket: Bucket, pending: Pending) -> None:
-        """Assigns a set of buffers to a bucket, whose job then waits for the set's last user.
+        """Gives a bucket a set of buffers; its job will wait for the job that used the set before.
 
         Call it right before the job is submitted.
         """
@@ -354,7 +354,7 @@ class GradientReducer:
             averages=job.backend_divides,
             is_agreed=bucket.name in self._sent_while_off,
         )
-        # `HostState.enabled` is not read: it may change in every step.
+        # The configured value, not `HostState.enabled`, which may change between any two steps.
         if self._config.compression.enabled:
             self._sent_while_off.clear()  # once it is off again, residuals must be sent again
         else:

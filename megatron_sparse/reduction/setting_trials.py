@@ -99,7 +99,7 @@ class SettingTrials:
         self._ended_s: float | None = None  # when the last iteration ended
         # Seconds of iterations; cleared when the preset changes and after each check.
         self._times_s: list[float] = []
-        self._check_after = LOOK_EVERY
+        self._check_after = LOOK_EVERY  # the iterations that `_check_drift` waits for
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
         # Before the trials the run uses the second preset, which sends every element in 4 bits (or

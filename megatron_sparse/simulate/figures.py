@@ -106,7 +106,7 @@ def write_picture(
     draw(list(rows), canvas)
     if title:
         canvas.suptitle(title, fontsize=9, wrap=True)
-    # Sixteen million colours make the file three times as large.
+    # `optimize` makes the file a little smaller.
     canvas.savefig(picture, pil_kwargs={"optimize": True})
     return [table, picture]
 

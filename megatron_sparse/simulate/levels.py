@@ -209,7 +209,7 @@ class Group:
         return pricing.price(level, self.shape(element_bytes), 1.0).total_s
 
     def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
-        """Seconds of one bucket of full elements, by the cheapest dense scheme and level."""
+        """Seconds of one bucket of full elements: any dense scheme, or `dense` at level `node`."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, instances, dense)]
         if has_lanes(self.sizes):
@@ -232,8 +232,8 @@ class Group:
         prices = gather_prices(numel, PARAMETER, n, links, self._coder(numel / n))
         if not prices.exact_pays:
             return "raw", prices.raw_s
-        per_node = prices.per_node
-        return "exact per node" if per_node else "exact", prices.exact_s[per_node]
+        per_node = prices.per_node  # a key of `exact_s`
+        return ("exact per node" if per_node else "exact"), prices.exact_s[per_node]
 
     def _coder(self, shard_numel: float) -> CoderSpeed:
         """The speed of coding a shard's moves: timed on a CPU, modelled on a GPU."""

@@ -138,7 +138,7 @@ def records_nnz(records: torch.Tensor) -> int:
     position = total = 0
     while position < records.numel():
         packed = records[position : position + HEADER_BYTES].numpy().tobytes()
-        header = Header.unpack(packed, 0)
+        header = Header.unpack(packed, rank=0)
         position += HEADER_BYTES + header.payload_bytes
         total += header.nnz
     return total
@@ -289,4 +289,4 @@ def make_message(
     """Encodes a bucket's non-zero elements as an fp32 message, in shards if `sharded`."""
     layout = bucket.layout(sharded)
     with timer.stage("encode"):
-        return encode(bucket, layout, record_spec("fp32", 0, form), buffers)
+        return encode(bucket, layout, record_spec("fp32", step=0, record_format=form), buffers)

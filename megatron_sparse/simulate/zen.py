@@ -108,7 +108,7 @@ def outcomes_8(
 
     `density` is the density of a rank's gradient, `sum_density` that of the sum of all gradients.
     """
-    # The paper leaves this scheme out, too: its time is 40 times off the scale.
+    # The paper leaves the parameter server out, too: its time is 40 times off the scale.
     on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
     found = outcomes(job, gradients, on_scale)
     dense = found["AllReduce"]

@@ -125,5 +125,5 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
     return SplitTimes(
         early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both_bytes, link),
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),  # 1: the handshake
-        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both_bytes, link),
+        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both_bytes, link),  # also two agreements
     )

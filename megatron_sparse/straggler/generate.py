@@ -72,7 +72,7 @@ def doubling_rounds(n: int) -> Iterator[Round]:
             spread = _exchanges(holders, number, levels, n)
             del holders[number - levels]  # the due chunk: all ranks hold it after this round
         transfers += spread
-        # Receivers can pass a chunk on from the next round on.
+        # Receivers can pass a chunk on from the next round on, unless it was due (deleted above).
         for _, receiver, chunk in spread:
             if chunk in holders:
                 holders[chunk].add(receiver)

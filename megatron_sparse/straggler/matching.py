@@ -128,7 +128,7 @@ class _State:
             for sender, receiver in ((one, other), (other, one)):
                 gift = self.gift(sender, receiver)
                 if gift is not None:
-                    transfers.append(Transfer(sender, receiver, gift[1]))
+                    transfers.append(Transfer(sender, receiver, chunk=gift[1]))
         return transfers
 
     def fixed(self) -> list[Transfer]:
@@ -169,8 +169,8 @@ class _Even(_State):
     def gift(self, sender: int, receiver: int) -> Gift:
         """The oldest missing chunk, or the newest after the straggler has met every rank.
 
-        None if there is none, if the pair would put too new a chunk into a critical window, and in
-        the first rounds if the receiver already holds a chunk or is reserved.
+        None if no chunk is missing, if the pair would put too new a chunk into a critical window,
+        and in the first rounds if the receiver already holds a chunk or is reserved.
         """
         missing = self.missing(sender, receiver)
         # The two ranks exchange chunks, so both directions must be allowed.
@@ -183,7 +183,7 @@ class _Even(_State):
                 return None
         # The lowest and the highest bit that is set.
         oldest, newest = (missing & -missing).bit_length() - 1, missing.bit_length() - 1
-        return 0.0, (oldest if self.reducing else newest)
+        return 0.0, (oldest if self.reducing else newest)  # 0.0: all chunks are equally urgent
 
     def _is_too_new(self, receiver: int, sender: int) -> bool:
         """Whether the receiver meets the straggler before the sender's newest chunk is due."""
@@ -192,7 +192,7 @@ class _Even(_State):
         if not (has_windows and in_window):
             return False
         newest = self.held[sender].bit_length() - 1  # the highest bit that is set
-        return receiver < self.chunks and newest > receiver - self.levels
+        return receiver != self.straggler and newest > receiver - self.levels
 
 
 class _Odd(_State):

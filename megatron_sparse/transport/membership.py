@@ -62,7 +62,7 @@ class NodeAnswer(NamedTuple):
                 is_torchrun = variable == "GROUP_RANK"
                 local = _number(environment, _LOCAL_RANKS) if is_torchrun else _UNKNOWN
                 return cls(_number(environment, variable), host_number, source, local)
-        return cls(host_number, host_number, len(_SOURCES) - 1)
+        return cls(host_number, host_number, len(_SOURCES) - 1)  # no variable is set: by the host
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:

@@ -104,7 +104,7 @@ def loaded_nccl() -> NcclLibrary:
     Raises:
         DependencyError: this torch has no NCCL as a shared library.
     """
-    import torch  # noqa: F401 - loads it
+    import torch  # noqa: F401 - loads NCCL
 
     try:
         return NcclLibrary(ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW))

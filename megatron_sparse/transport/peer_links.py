@@ -311,7 +311,7 @@ class PeerLinks:
         relayed_s: dict[int, float] = {}
         for link in self._links:
             relayed_s |= link.relayed_silent_s
-        self.silent_s = relayed_s | silent_here_s  # of both, this rank's own measurement
+        self.silent_s = relayed_s | silent_here_s  # for a rank in both: as measured here
         known = [link for link in self._links if link.rank is not None]
         self._tell({"silent": silent_here_s}, [link for link in known if link.is_member])
         self._tell({}, [link for link in known if not link.is_member])

@@ -249,7 +249,8 @@ class VirtualCluster:
 
         `output` gets the sum of all ranks' `values_N`, or this rank's shard of it.
         """
-        reduction = self._reductions.setdefault(key, _Reduction(work.what, {}, {}, {}))
+        new = _Reduction(work.what, inputs={}, outputs={}, works={})
+        reduction = self._reductions.setdefault(key, new)
         for rank, values in reduction.inputs.items():
             if reduction.kind != work.what or values.nbytes != values_N.nbytes:
                 raise CommunicationError(
@@ -323,7 +324,7 @@ class VirtualCluster:
         """Delivers messages, the one that starts first, until a rank's work is ready.
 
         Takes the ranks whose works are ready out of `waiting`, finishes the works, and returns the
-        ranks. A reduction may have made some ready before any message.
+        ranks. A reduction may have made some works ready before any message.
         """
         awaited = [work for work in self._ended if waiting.get(work.rank) is work]
         ready = [work.rank for work in awaited if work.ready()]
@@ -420,10 +421,8 @@ class VirtualTransport:
 
     def open_arrival_counter(self) -> Arrive:
         """See `Transport`."""
-        cluster = self._cluster
-        return arrival_counter(
-            self._cluster_rank, self.ranks, cluster.clock_s, cluster.pending_arrivals
-        )
+        own, clock_s = self._cluster_rank, self._cluster.clock_s
+        return arrival_counter(own, self.ranks, clock_s, self._cluster.pending_arrivals)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
         """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
