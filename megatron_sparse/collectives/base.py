@@ -27,7 +27,7 @@ from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker, PeerTensors, SubsetTransport
 
 SMALL_BYTES = 2**19
-"""gloo: up to this total a bucket's messages take under a round: all are posted at once."""
+"""gloo: messages of a bucket up to this total size are posted at once: rounds would take longer."""
 
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
@@ -52,8 +52,8 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
     Args:
         steps: the collective, or the stage.
         kind: the type to drop. `Marker` where the job posts more messages after these steps, so
-            that their `POSTED` would be wrong (they must not yield `QUEUED`, which is dropped too).
-            `job.Gate` where another gate orders the job's posts, or they need no order.
+            that their `POSTED` would be wrong (these steps must not yield `QUEUED`: it would be
+            dropped too). `job.Gate` where another gate orders the posts, or posts need no order.
     """
     while True:
         try:

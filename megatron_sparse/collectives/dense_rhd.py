@@ -155,7 +155,7 @@ def unfold_pieces(
     if folding.guest is not None:
         piece = accumulator.outgoing(cuts[folding.guest], cuts[folding.guest + 1])
         sends = [(folding.guest, piece)]
-    # Without a guest: an empty round, for its `POSTED`.
+    # Without a guest nothing is sent, but if `last` this must still yield `POSTED`.
     yield from group.exchange(sends, [], last=last)
 
 

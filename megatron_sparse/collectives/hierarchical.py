@@ -341,7 +341,7 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     )
     densities = run.densities.of_lane(max(sizes), lanes)
     form, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
-    # Bytes by lane, densest first: of a node's sum, plus those of the sum over all ranks.
+    # Bytes by lane, densest first: of a node's sum, and of the sum over all ranks.
     node_L, whole_L = (
         np.asarray(form.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)

@@ -37,7 +37,7 @@ def find_schemes() -> dict[str, Scheme]:
 def register(scheme: Scheme, schemes: dict[str, Scheme]) -> None:
     """Adds a scheme to `schemes` under its name.
 
-    Another package adds its own scheme to `SCHEMES`, in every process that uses it.
+    By this another package adds its scheme to `SCHEMES`, in every process that uses the scheme.
 
     Raises:
         ConfigError: `schemes` has a scheme of that name already.
@@ -127,7 +127,7 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
     key, names = "scheme.name", [scheme.name]
     if scheme.name == AUTO:
         key, names = "planner.schemes", planner.schemes
-    # None takes all schemes as candidates, and some of them can do each operation.
+    # None: all schemes are candidates, and for every operation some scheme can do it.
     if names is None or any(op in SCHEMES[name].ops for name in names):
         return
     able = [name for name, each in SCHEMES.items() if op in each.ops]

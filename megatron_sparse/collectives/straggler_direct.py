@@ -120,8 +120,8 @@ class _Run:
         sums = SparseSum(exchange, self.message)
         sums.gather_dtype = sums.partial_dtype  # the gathered early sums are not complete
         yield from split(self.identity, self.chunks, sums, early, last=False)
-        # Not `encode_own_shard`: its buffer has the capacity of all chunks, and with a straggler
-        # each bucket has its own buffers.
+        # Not `encode_own_shard`: its buffer has the capacity of all chunks, too much here, where
+        # every bucket has buffers of its own (`Exchange.take`).
         chunk, dtype = self.chunks[early.rank], sums.gather_dtype
         own = sums.encode(chunk, dtype, sums.take("given", chunk.capacity(dtype)))
         table = yield from exchange_sizes([own.numel()], self.identity, subset)

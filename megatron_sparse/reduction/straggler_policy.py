@@ -130,7 +130,7 @@ class StragglerPolicy:
         self._history = defaultdict(lambda: deque(maxlen=HISTORY))
         self._arrive: Arrive | None = None
         self._link = self._dense_link = Link(0.0, 0.0)  # costs; set below where they are needed
-        self._step = self._previous = -1  # before the first step
+        self._step = self._previous = -1  # this step and the one before; -1: none yet
         # Buckets of this step and of the last one, each with this rank's waiting time.
         self._this_step: list[tuple[str, Future[float]]] = []
         self._last_step: list[tuple[str, Future[float]]] = []

@@ -85,7 +85,7 @@ def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int
     """Round `number` < levels: every holder of a chunk gives it to a rank that holds none.
 
     Early rank j gives its own chunk j first to rank j + levels. That rank meets the straggler in
-    the round in which chunk j is due, so it may hold no newer chunk.
+    the round in which chunk j is due, so it must not get a newer chunk.
     """
     taken = set().union(*holders.values())
     # Ranks below 2 levels - 1 meet the straggler in these rounds or get a first copy.

@@ -66,7 +66,7 @@ class PeerLiveness:
     def _find(self) -> str | None:
         """The first lost or long silent rank of the group, in words; None if there is none."""
         for rank, loss in self._links.lost.items():
-            # After the grace: messages that the rank has sent may still arrive.
+            # Not before the grace ends: messages that the rank has sent may still arrive.
             if rank in self._number and time.monotonic() - loss.noticed_s >= GRACE_S:
                 return f"{self._name(rank)} {loss.why}"
         for rank, silent_s in self._links.silent_s.items():
