@@ -265,9 +265,7 @@ class Subgroup:
         self.rank = ranks.index(transport.rank)
         self.world_size = len(ranks)
         self.sent_bytes = 0
-        self._transport = transport
-        self.ranks = ranks
-        self.tag = tag
+        self._transport, self.ranks, self.tag = transport, ranks, tag
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, *, last: bool = False) -> Phase:
         """Runs one round of sends and receives, with peers by their numbers in the subgroup.

@@ -255,7 +255,7 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
     """Encodes the node's sum of this lane's part as a message for `direct`, cut into k shards."""
     lane_bucket, options = across.bucket, across.options
     value_dtype = partial_name(bucket, message.sum_dtype)
-    # The message's density: the density of the node's sum is not known before it is encoded.
+    # Sets the chunks of `rice`. The message's: that of the node's sum is unknown before encoding.
     density = min(1.0, message.nnz / max(bucket.numel, 1))
     spec = record_spec(
         value_dtype,

@@ -72,7 +72,7 @@ class Meeting(NamedTuple):
 
 @lru_cache(maxsize=64)
 def meetings_of(world_size: int, straggler: int) -> list[list[Meeting]]:
-    """The meetings of each rank in the order of the schedule, by rank; rounds without one left out.
+    """For each rank its meetings, round by round; rounds in which it has none are left out.
 
     Example:
         >>> meetings_of(2, straggler=1)[0]

@@ -51,7 +51,7 @@ class LevelPrice:
 
     @property
     def total_s(self) -> float:
-        """Of both tiers."""
+        """Seconds inside and across."""
         return self.inside_s + self.across_s
 
 

@@ -154,7 +154,7 @@ class Level:
 
         The record gets the bytes that this rank sends.
         """
-        yield from ()
+        yield from ()  # at level `rank` nothing: it only makes this a stage
 
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
@@ -280,7 +280,7 @@ class NodeLevel(_LevelWithParts):
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
     ) -> Stage[int]:
-        """Step 3; for a reduce-scatter a local copy instead. See `Level`."""
+        """Runs step 2, then step 3 or, for a reduce-scatter, a local copy. See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             copied = self._copy_shard(exchange, bucket)
             return one_after_another(steps, copied, second_posts=False)

@@ -201,7 +201,7 @@ class SettingTrials:
             self._try_all()
 
     def _choose(self, step: int, name: str, reason: str) -> None:
-        """Applies a preset for the rest of the run, and logs it with the reason."""
+        """Applies a preset until new trials, if any, begin; rank 0 logs it with the reason."""
         self.chosen = name
         self._times_s.clear()
         self._apply(name, is_trial=False)
@@ -227,7 +227,7 @@ class SettingTrials:
         warmup, ramp = (0, 0) if is_trial else (self._given.warmup, self._given.ramp_iters)
         compression.warmup_iters = warmup
         compression.ramp_iters = ramp
-        if ramp is None:  # It follows from the run's length, estimated as 20 times the warm-up.
+        if ramp is None:  # by the run's length, estimated from the usual warm-up of 5 %
             compression.ramp_iters = compression.in_run_of(20 * warmup).ramp
         self._planner.is_trial = is_trial
         self._planner.replan()

@@ -194,7 +194,8 @@ class Group:
         shape = self.shape(self.training.gradient_bytes, bits)
         instances = self.training.instances
         if level == NODE and len(self.sizes) == 1:  # no message leaves the node
-            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes, instances), 0.0)
+            inside_s = self.dense_s(RANK, shape.element_bytes, instances)
+            return LevelPrice(DENSE, inside_s, across_s=0.0)
         pricing = LevelPricing(self.cluster, settings.scheme, names, self.sizes, instances)
         return pricing.price(level, shape, settings.compression.given_density)
 

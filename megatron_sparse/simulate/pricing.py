@@ -248,7 +248,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
         exchange = Exchange(bucket, transport, buffers, timer, options, straggler=straggler)
         if entry.takes is Input.DENSE:
-            return (yield from entry.run(exchange, bucket.grad_N, 0))
+            return (yield from entry.run(exchange, bucket.grad_N, 0))  # in step 0
         form = entry.message_format(options)
         message = make_message(bucket, entry.is_sharded(job.op), form, buffers, timer)
         return (yield from entry.run(exchange, message))

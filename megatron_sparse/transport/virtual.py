@@ -280,7 +280,7 @@ class VirtualCluster:
         sum_N = first.clone()
         for values_N in others:
             sum_N += values_N
-        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]  # of n pieces
+        cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]  # of n nearly equal pieces
         sizes = [(stop - start) * sum_N.element_size() for start, stop in pairwise(cuts)]
         done_s = self._run_ring(ranks, sizes, phases=1 if scatter else 2)
         for index, rank in enumerate(ranks):
