@@ -201,25 +201,25 @@ def ring_reduce_scatter_cost(
     dense_addition_s = run.plain(CodecOp.ADD, shard.numel)
     for step in range(1, n):
         # The density of what rank r sends: the sum of `step` ranks of shard r - step.
-        sent_n = run.densities.shards(step, n)[(ranks - step) % n]
+        density_n = run.densities.shards(step, n)[(ranks - step) % n]
         link_n = 1 - (1 - link_n) * (1 - initial)  # equation 7 (`link_density`)
         is_sum = step > 1
-        dense_n = (link_n >= threshold_n) & is_sum
+        goes_dense_n = (link_n >= threshold_n) & is_sum
         if is_sum:
-            encoding_n = form.seconds(CodecOp.ENCODE, shard, sent_n, run.p)
-            run.work(np.where(dense_n, 0.0, encoding_n))
-            sparse_bytes_n = form.nbytes(shard, sent_n, run.p)
-            adding_n = form.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.p)
+            encoding_n = form.seconds(CodecOp.ENCODE, shard, density_n, run.p)
+            run.work(np.where(goes_dense_n, 0.0, encoding_n))
+            sparse_bytes_n = form.nbytes(shard, density_n, run.p)
+            sparse_addition_n = form.seconds(CodecOp.DECODE_ADD, shard, density_n, run.p)
         else:
-            sparse_bytes_n = own.nbytes(shard, sent_n, run.b)
-            adding_n = own.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.b)
+            sparse_bytes_n = own.nbytes(shard, density_n, run.b)
+            sparse_addition_n = own.seconds(CodecOp.DECODE_ADD, shard, density_n, run.b)
         # A shift by -1 goes to the successor. The sizes of records go first; dense sums have none.
-        if not dense_n.all():
-            run.shift(-1, np.where(dense_n, 0, WORD_BYTES))
-        run.shift(-1, np.where(dense_n, shard.numel * run.p, sparse_bytes_n))
-        addition_n = np.where(dense_n, dense_addition_s, adding_n)
+        if not goes_dense_n.all():
+            run.shift(-1, np.where(goes_dense_n, 0, WORD_BYTES))
+        run.shift(-1, np.where(goes_dense_n, shard.numel * run.p, sparse_bytes_n))
+        addition_n = np.where(goes_dense_n, dense_addition_s, sparse_addition_n)
         run.work(addition_n[ranks - 1])  # of what the predecessor sent
-        link_n = np.where(dense_n, link_n, sent_n)  # records calibrate, dense sums do not
+        link_n = np.where(goes_dense_n, link_n, density_n)  # records calibrate, dense sums do not
     # What the predecessor sent last, extrapolated by this rank's own contribution.
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 

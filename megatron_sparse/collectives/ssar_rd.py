@@ -114,13 +114,13 @@ def cost(run: DryRun) -> None:
         """Runs the two rounds of a step: sizes, then records; a target of -1 sends nothing."""
         run.exchanges([(target_n, WORD_BYTES), (target_n, nbytes_n)])
 
-    one = run.densities.whole(1)
-    message_bytes = float(own.nbytes(whole, one, run.b))
-    addition_s = own.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
-    run.work(is_active_n * own.seconds(CodecOp.DECODE, whole, one, run.b))
+    own_density = run.densities.whole(1)
+    message_bytes = float(own.nbytes(whole, own_density, run.b))
+    message_addition_s = own.seconds(CodecOp.DECODE_ADD, whole, own_density, run.b)
+    run.work(is_active_n * own.seconds(CodecOp.DECODE, whole, own_density, run.b))
     if n > active:  # fold
         pass_records(np.where(is_active_n, -1, ranks - active), message_bytes)
-        run.work(is_lead_n * addition_s)
+        run.work(is_lead_n * message_addition_s)
     count_n = np.where(is_lead_n, 2, 1)  # messages in each rank's sum
     is_sum_n = is_lead_n  # whether the rank's sum has more than its own message
     distance = 1
@@ -132,8 +132,8 @@ def cost(run: DryRun) -> None:
         sum_bytes_n = sums.nbytes(whole, density_n, run.p)
         pass_records(peer_n, np.where(is_sum_n, sum_bytes_n, message_bytes))
         sender_n = np.where(is_active_n, peer_n, 0)  # 0: any valid index, for folded ranks
-        adding_n = sums.seconds(CodecOp.DECODE_ADD, whole, density_n[sender_n], run.p)
-        run.work(is_active_n * np.where(is_sum_n[sender_n], adding_n, addition_s))
+        sum_addition_n = sums.seconds(CodecOp.DECODE_ADD, whole, density_n[sender_n], run.p)
+        run.work(is_active_n * np.where(is_sum_n[sender_n], sum_addition_n, message_addition_s))
         count_n = count_n + count_n[sender_n] * is_active_n
         is_sum_n = is_active_n
         distance *= 2

@@ -239,10 +239,10 @@ class GradientReducer:
     def left_to_host(self, bucket: Bucket, step: int) -> bool:
         """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
-                        False with optional features; true from the second step with `compression.enabled=false`.
-                The first one, and a repetition of it, go through this reducer: it sends the residual and
-                checks that ranks agree.
-                """
+                False with optional features; true from the second step with `compression.enabled=false`.
+        The first one, and a repetition of it, go through this reducer: it sends the residual and
+        checks that ranks agree.
+        """
         is_off = not self._config.compression.enabled
         residual_is_sent = self._sent_while_off.get(bucket.name, step) < step
         return is_off and self._is_plain_sum and residual_is_sent

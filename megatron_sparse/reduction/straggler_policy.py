@@ -241,7 +241,7 @@ class StragglerPolicy:
         return self._persistent(bucket, delays)
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
-        """The rank that is usually last, if skipping it is faster; else None. Rank 0 logs changes."""
+        """The usually last rank, if skipping it is faster; else None. Rank 0 logs changes."""
         steps = self._history[bucket.name]
         skipped = persistent_straggler(steps)
         if skipped is not None:

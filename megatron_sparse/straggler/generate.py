@@ -114,7 +114,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
         without_due.append(straggler)
     # A rank in the critical window only receives a chunk due by the time it meets the straggler.
     window = range(number + 1, min(number + levels, n - 2) + 1)
-    pairs: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []  # (rank with the due chunk, rank without it or straggler)
     for rank in window:
         if rank in holders[due]:
             fitting = (other for other in without_due if chunk_of[other] <= rank - levels)
