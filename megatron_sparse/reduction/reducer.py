@@ -239,7 +239,7 @@ class GradientReducer:
     def left_to_host(self, bucket: Bucket, step: int) -> bool:
         """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
-                False with optional features; true from the second step with `compression.enabled=false`.
+        False with optional features; true from the second step with `compression.enabled=false`.
         The first one, and a repetition of it, go through this reducer: it sends the residual and
         checks that ranks agree.
         """
