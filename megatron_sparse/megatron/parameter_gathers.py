@@ -261,9 +261,10 @@ def why_raw(group: GroupBuckets) -> str | None:
         values = host_bucket.param_data
         if values is None:
             return f"bucket {bucket.name} has no parameter buffer"
-        # Gathers need a dtype that they can compress, and shards of one size.
-        if values.dtype not in MOVE_BITS or values.numel() % n_ranks:
+        if values.dtype not in MOVE_BITS:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
+        if values.numel() % n_ranks:
+            return f"the shards of bucket {bucket.name} have different sizes"
     return None
 
 

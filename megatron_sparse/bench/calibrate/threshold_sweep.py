@@ -1,10 +1,10 @@
 """Finds the three thresholds of the adaptive ring by trying them (SpCCL, section IV-C, figure 2).
 
 Each of `scheme.ring_intra_density`, `ring_inter_density` and `ring_gather_density` is swept from 0
-to 1 at intervals of 0.1, as the paper does, one after the other with the others fixed: the first
-two by the time of a reduce-scatter, the third by that of an all-reduce. A threshold is not swept
-if the ranks do not have its links. Among the values within `TIE` of the fastest one, the sweep
-takes the one nearest to the previous value: a threshold without an effect does not move.
+to 1 at intervals of 0.1, as the paper does (`--quick`: 0.2), one after the other with the others
+fixed: the first two by the time of a reduce-scatter, the third by that of an all-reduce. A
+threshold is not swept if the ranks do not have its links. Among the values within `TIE` of the
+fastest, the sweep takes that nearest to the previous value: one without an effect does not move.
 
 Non-zero elements are uniform and independent on each rank, as in the paper. The paper's gradients
 have one density; here the times with several densities are added up, so that sums of all densities
