@@ -154,7 +154,7 @@ def check_capacity(
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
     has_limits = capacity_S is not None or slots_S is not None
-    if not has_limits and not is_rice:  # else exactly the records' room, below
+    if not has_limits and not is_rice:  # any format: room for the largest record
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS

@@ -25,8 +25,8 @@ not smaller in that format than dense travels dense.
 Deviations, beside those of `link_density`: rank r's first transfer is always sparse, because
 selection has encoded it already; whole shards are encoded, not slices of a pipeline.
 
-In step s rank r sends 8 bytes and the records of the sum of shard r - s by ranks r - s + 1, ..., r
-in one round each, or the shard's N / n partial sums of p bytes each (`dense_ring`) in one round.
+In step s rank r sends, in a round each, 8 bytes and the records of shard r - s summed over ranks
+r - s + 1, ..., r; or the shard's N / n partial sums of p bytes each (`dense_ring`) in one round.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class ResidualStore:
         """Frees a bucket's residual when the step, which sends all of it, is final.
 
         A run that goes on without compression then spends no time or memory on residuals. On CUDA
-        call it with the stream current that uses the residual: unless `is_reported` it goes now.
+        call it in the stream that uses the residual: unless `is_reported` it is freed now.
         """
         if self.is_reported:
             self._emptied.add(bucket.name)

@@ -217,7 +217,7 @@ def _validated(
         ):
             args = host.parse_and_validate_args()
             _check_layers(training.model_config_of(args).transformer)
-            # Not `data_path`, which the section may set: only there can a blend be given.
+            # Only `data_path` of the section can hold a blend: then data is not compared.
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)

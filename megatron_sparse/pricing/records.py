@@ -216,7 +216,7 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
         # Quantised values, of less than 2 bytes, have a section for each bit and one for scales:
         # each of these has one word more in a chunk.
         section_words = math.ceil(8 * value_bytes) if value_bytes < 2 else 0
-        chunk_bits = 64 + 32 * (span + section_words)  # the table's row, and words of 32 bits
+        chunk_bits = 64 + 32 * (span + section_words)  # the table's row; a word for each plane
     return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span
 
 

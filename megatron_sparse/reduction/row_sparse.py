@@ -116,7 +116,7 @@ class RowSparseReducer:
         with record.timer.stage("encode"):
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
-        yield GATE  # on CUDA from here on the network stream uses the rows
+        yield GATE  # on CUDA the network stream goes on from here
         used_here([rows.indices_K, rows.rows_KD])
         result = yield from row_sparse(
             record.bucket,

@@ -168,7 +168,7 @@ class StoreArrivalCounter:
         count = self._store.add(arrival.key, 1)
         arrival.counted_s = time.perf_counter()
         if count == self._world_size:
-            # Visits complete in order, so a counter suffices: a later one still lacks this rank.
+            # A counter suffices: visits complete in order, as later visits still lack this rank.
             self._store.add(arrival.complete_key, 1)
             arrival.waited.set_result(0.0)
             self._store.delete_key(arrival.key)

@@ -107,7 +107,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
 
     `prune` changes the gradient in place; the tasks after it encode and add the pruned one. Only
     with peers there are `seal` and `verify`. Without peers, this takes up to five times the
-    gradient's size in fp32 at once, besides the buffers of the copy that is timed with each task.
+    gradient's size in fp32 at once, besides the buffers of the plain copy timed beside each task.
     """
     wrong = wrong_bytes(case)
     codec = Codec(case)
