@@ -148,7 +148,7 @@ def ring_gather_sums(
     """Writes the sum of every shard on all ranks: SpCCL's all-gather (section IV-B).
 
     Each rank encodes its sum once; the records go round the ring unchanged and are decoded as they
-    arrive. Nothing is posted after it. `cuts`: the shard of each rank; `sums` holds the complete
+    arrive. The collective's last phase. `cuts`: the shard of each rank; `sums` holds the complete
     sum of this rank's shard, and receives all others; `group`: all ranks, in the ring's order.
 
     Raises:

@@ -394,7 +394,7 @@ def _refuse_without_optimizer(chunks: list[Any], config: SparseConfig) -> None:
         ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
         ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
         (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
-        # Trials have a collective between steps. Without an optimizer that comes in the backward
+        # `auto` has a collective between steps. Without an optimizer it comes in the backward
         # pass, where pipeline stages wait for one another.
         ("density=auto with pipeline stages", max(stages) > 1 and density == AUTO, ""),
     ):

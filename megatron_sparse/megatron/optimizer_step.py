@@ -83,7 +83,7 @@ class UnconfirmedSums:
         self._pending: dict[str, Pending] = {}
 
     def add(self, pending: Pending) -> None:
-        """Adds a bucket's job. If the bucket is here already, a step begins: confirms the last one.
+        """Adds a bucket's job. If the bucket is in already, a new step begins: confirms the old.
 
         Raises:
             MegatronSparseError: see `confirm`.

@@ -71,7 +71,7 @@ class RecordFormat:
     fixed: bool = False
 
     def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """Bytes of a piece's records: one of its pruned elements, one of its kept ones, if any.
+        """Bytes of a piece's records: one for pruned elements, one for kept ones, if any.
 
         Args:
             piece: the elements.

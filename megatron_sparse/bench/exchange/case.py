@@ -214,7 +214,7 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
             if not _can_run(scheme, op, bits, level):
                 continue
             if scheme.sends_whole:
-                bits = dense_value_bits(bits)  # `dense_q` always quantises
+                bits = dense_value_bits(bits)  # `dense_q` quantises all elements
             elif scheme.takes is Input.DENSE:
                 bits = None  # the other dense schemes never quantise
             sum_bits = _sum_bits(scheme, op, bits, sweep)
