@@ -23,7 +23,7 @@ number of selected elements is off: with `compression.samples=auto` three standa
 
 @dataclass(unsafe_hash=True)
 class SchemeConfig(Checked):
-    """How the selected gradient is synchronised. Hashable; only `density=auto` changes an object.
+    """How the selected gradient is synchronised. Hashable; only trials (`density=auto`) change one.
 
     Attributes:
         name: `auto`, `dense` (the backend's own collective, uncompressed), or another registered

@@ -57,11 +57,11 @@ def ran(case, sweep, cluster, gradients, byte_s=0.0):
     reducers = [RankReducer(case, sweep, each) for each in virtual_groups(virtual, choice)]
 
     def start(transport):
-        reducer = reducers[transport.rank]
+        rank_reducer = reducers[transport.rank]
         bucket = case.bucket(gradients[transport.rank].clone(), n)
         if SCHEMES[case.scheme].takes is Input.SPARSE:  # memory taken once is no cost of a step
-            reducer.residuals.begin(reducer.reducer.part(bucket))
-        return reducer.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
+            rank_reducer.residuals.begin(rank_reducer.reducer.part(bucket))
+        return rank_reducer.steps(bucket, 0, ChargingTimer(transport, memory_bound(byte_s)))
 
     virtual.run(start)
     return virtual
