@@ -98,7 +98,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The least span with `RICE_CHUNK_ENTRIES` entries a chunk at this density; else the largest.
+    """The least span with `RICE_CHUNK_ENTRIES` or more a chunk at this density; else the largest.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries

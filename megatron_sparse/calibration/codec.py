@@ -192,10 +192,10 @@ def _segment_calls(
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
     # The vector is one segment; its flag 0 says that the record need not be dense.
     offsets, dense = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    records = {form: spec.record_spec(torch.float32, STEP) for form, spec in specs.items()}
-    most_bytes = max(message_capacity(offsets, record.value_dtype) for record in records.values())
+    record_specs = {form: spec.record_spec(torch.float32, STEP) for form, spec in specs.items()}
+    most_bytes = max(message_capacity(offsets, spec.value_dtype) for spec in record_specs.values())
     out = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
-    for form, record_spec in records.items():
+    for form, record_spec in record_specs.items():
 
         def encode(record_spec: RecordSpec = record_spec) -> int:
             """Writes the record into `out`; returns its bytes."""

@@ -153,7 +153,7 @@ class LaneParts:
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
         """The bucket that this lane's ranks, one of each node, reduce in phase 2: the lane's part.
 
-        Its operation is the whole bucket's if nodes have equally many ranks in this lane, so that
+        Its operation is the whole bucket's if nodes have equally many owners in this lane, so that
         shards are equal; else an all-reduce, after which each rank keeps its own shard.
         """
         lanes, part = self.lanes, self.part(self.lanes.lane)

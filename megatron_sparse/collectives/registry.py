@@ -37,7 +37,7 @@ def find_schemes() -> dict[str, Scheme]:
 def register(scheme: Scheme, schemes: dict[str, Scheme]) -> None:
     """Adds a scheme to `schemes` under its name.
 
-    By this another package adds its scheme to `SCHEMES`, in every process that uses the scheme.
+    With it another package adds its scheme to `SCHEMES`, in every process that uses it.
 
     Raises:
         ConfigError: `schemes` has a scheme of that name already.
@@ -127,7 +127,7 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
     key, names = "scheme.name", [scheme.name]
     if scheme.name == AUTO:
         key, names = "planner.schemes", planner.schemes
-    # None: all schemes are candidates, and for every operation some scheme can do it.
+    # None: all schemes are candidates, and some scheme can do each operation.
     if names is None or any(op in SCHEMES[name].ops for name in names):
         return
     able = [name for name, each in SCHEMES.items() if op in each.ops]

@@ -138,7 +138,7 @@ class ResidualStore:
 
         This rank has sent gradient + old residual - new residual before its leak. `commit` will
         then restore the old residuals. Call it between the sums and `commit` or `rollback`. Needs
-        undo copies, and while the result lives a buffer of the same size per pending selection.
+        undo copies, and while the result lives an fp32 buffer per pending selection.
 
         Args:
             leak: the factor with which unsent values entered the residuals; 1 loses nothing.
@@ -274,7 +274,7 @@ class ResidualStore:
     def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
         """Yields each slice of a parameter, by name and offset, with a view of its residual.
 
-        Unlike buckets' names and padding, name and offset do not depend on bucket size or overlap.
+        While buckets hold whole parameters, neither depends on bucket size or overlap.
 
         Args:
             settled: leave pending selections out; see the method `settled`.

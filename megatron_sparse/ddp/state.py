@@ -146,7 +146,7 @@ class DDPState(HostState):
             )
 
     def discard_step(self) -> None:
-        """Restores the residual to its value before the last synchronised pass, which is not used.
+        """Restores the residual to its value before the synchronised passes that are unused.
 
         For loops without an optimizer of torch's; call it before the next pass, on every rank.
         Does nothing if an optimizer has used the last pass.
@@ -212,7 +212,7 @@ class DDPState(HostState):
             self._buckets.rescale(self._scale / before)
 
     def _discard_unused(self) -> None:
-        """Restores the residual from before the last, unused pass; after several in a row warns."""
+        """Restores the residual from before unused passes; warns once after several in a row."""
         self.discard_step()
         self._unused_in_a_row += 1
         if self._unused_in_a_row == WARN_AFTER:
@@ -384,7 +384,7 @@ class DDPState(HostState):
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
         self.planner.load_state_dict(state.get("planner", {}))
-        self._scale = state["scale"] or 1.0  # None: saved by an earlier version before a pass
+        self._scale = state["scale"] or 1.0  # None: an earlier version, no scaler or no pass
         if self._scaler is None:  # a scaler may be loaded later: the next pass reads its scale
             self._follow_scale()
 

@@ -56,7 +56,7 @@ def save_with(
     Args:
         attachment: the plugin's state.
         optimizer: the one that is attached.
-        when: called at each call; returns whether to include the plugin's state.
+        when: asked at each call whether to include the plugin's state.
     """
     original = optimizer.sharded_state_dict
 

@@ -124,11 +124,10 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     saved = _read_header(checkpoint, found, residuals=residuals)
     if saved is None:
         return None
-    # One load answers all requests: `loaded` has the same keys, with values in place of requests.
-    requests: dict[str, Any] = {}
     # label -> (slice, requests for its saved rows)
     slices = dict(_residual_requests(attachment, found, saved.mode)) if residuals else {}
-    requests |= {label: rows for label, (_, rows) in slices.items() if rows}
+    # One load answers all requests: `loaded` has the same keys, with values in place of requests.
+    requests: dict[str, Any] = {label: rows for label, (_, rows) in slices.items() if rows}
     masters = dict(_master_requests(attachment, found))
     if masters:
         requests[MASTER] = {f"{name}.{start}": part for (name, start), part in masters.items()}

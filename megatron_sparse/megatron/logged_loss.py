@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 class LoggedLoss:
     """Averages the losses of one iteration over micro-batches and data-parallel ranks.
 
-    The values are those of Megatron's own reduction.
+    The values are those of Megatron's own reduction, to the bit.
 
     Args:
         forward_step: Megatron's `forward_step_func`: returns an output and its loss function.
@@ -43,7 +43,7 @@ class LoggedLoss:
     def _loss(self, loss_function: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
         """The loss function's results; (sum, tokens) in its log become averages.
 
-        Other forms stay as they are: Megatron does not reduce them.
+        Other results stay as they are, for Megatron.
         """
         results = loss_function(output, **kwargs)
         if not isinstance(results, tuple) or len(results) != 3:
@@ -61,13 +61,17 @@ class LoggedLoss:
             logged: (sum of losses, number of tokens) of the micro-batch by name, fp32.
 
         Returns:
-            The averages by name, of shape (1,), the same tensors for each micro-batch. They have
-            their values when the last backward pass has ended.
+            What the micro-batch logs by name: the first one the averages, of shape (1,), which
+            have their values when the last backward pass has ended; the others tensors of shape
+            (0,), because Megatron logs the mean of what all micro-batches return.
         """
         if not self._micro_batches:
             self._averages = {
                 name: torch.empty_like(pair.view(-1)[:1]) for name, pair in logged.items()
             }
+            returned = self._averages
+        else:
+            returned = {name: average[:0] for name, average in self._averages.items()}
         self._micro_batches.append(logged)
         if len(self._micro_batches) == get_num_microbatches():
             ends = [
@@ -81,7 +85,7 @@ class LoggedLoss:
                     torch.autograd.Variable._execution_engine.queue_callback(end)
 
             loss.register_hook(end_with_backward)
-        return self._averages
+        return returned
 
     def _reduce(self, pairs: list[torch.Tensor], average: torch.Tensor) -> Callable[[], None]:
         """Starts an all-reduce; returns a function that waits for it and writes `average`."""

@@ -150,7 +150,7 @@ class ParameterGathers:
         self._compressed[id(group)] = gathers
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Makes the gather raw that follows a load of a module's parameters: ranks may differ."""
+        """Gathers raw after a module has loaded its parameters: ranks may differ in them."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -263,8 +263,6 @@ def why_raw(group: GroupBuckets) -> str | None:
             return f"bucket {bucket.name} has no parameter buffer"
         if values.dtype not in MOVE_BITS:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
-        if values.numel() % n_ranks:
-            return f"the shards of bucket {bucket.name} have different sizes"
     return None
 
 
@@ -281,7 +279,7 @@ def _reasons_for_raw(
     """
     reasons = [why_raw(group) or (QK_CLIP if clips else None) for group in groups]
     if method == LOSSY:
-        _refuse_if_any(method, [_on_gpu(group) for group in groups])  # lossy has no CUDA kernels
+        _refuse_if_any(method, [_on_gpu(group) for group in groups])
     if method in COMPRESSED:
         _refuse_if_any(method, reasons)
     if method != LOSSY:

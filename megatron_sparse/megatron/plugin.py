@@ -199,7 +199,7 @@ class Plugin:
     ) -> None:
         """Passes an iteration to the telemetry; `result` is that of Megatron's `train_step`.
 
-        Reads the loss on the host, after the optimizer's sync.
+        Reads the loss; the optimizer has waited for the GPU.
         """
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None

@@ -217,13 +217,13 @@ def _validated(
         ):
             args = host.parse_and_validate_args()
             _check_layers(training.model_config_of(args).transformer)
-            # Only `data_path` of the section can hold a blend: then data is not compared.
+            # `data_path` is ours, or a blend, which is allowed: nothing is compared.
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
         return arguments.refusal_of(error)
     validated = {_DATA: data or (None, None), **vars(args)}
     if args.use_layer_wise_distributed_optimizer and "--use-distributed-optimizer" in words:
-        validated["use_distributed_optimizer"] = True  # the layer-wise flag clears it
+        validated["use_distributed_optimizer"] = True  # Megatron has replaced it
     return validated
 
 

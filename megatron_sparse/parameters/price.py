@@ -236,7 +236,7 @@ def several_levels(nodes: Sequence[int]) -> bool:
 def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]]]:
     """Times the backend's all-gather for some sizes; the results are the same on all ranks.
 
-    The host waits for some twenty all-gathers, of `GATHERED_BYTES` up to a slow or large one.
+    The host waits for some twenty all-gathers, of `GATHERED_BYTES` until one is slow or large.
 
     Returns:
         The sizes, in bytes from each rank; for each the seconds of one of a ring's n - 1 rounds.

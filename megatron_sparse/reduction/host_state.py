@@ -85,8 +85,8 @@ class HostState:
         """Changes `compression.density` from the next step on.
 
         Collective: every rank calls it between two steps. During the warm-up it sets the density
-        at which the ramp will end. Without effect if nothing is pruned. Checkpoints do not
-        save it: a resumed run starts with the density of its configuration.
+        at which the ramp will end. Without effect with compression off or a scheme that sends every
+        element. Checkpoints do not save it: a resumed run starts with its configured density.
 
         Args:
             density: nnz / numel, in (0, 1]; the same on every rank.

@@ -15,7 +15,7 @@ generator. "Host" is the CPU's side, as opposed to the device.
 
 On CUDA a job uses two streams, which all buckets share:
 
-    codec     before its gate: average, select
+    codec     before its gate: average, select, encode
     network   behind its gate: exchange, decode, and all else
 
 Each stream runs the buckets in the order of their launch. A bucket enters the codec stream after

@@ -22,7 +22,7 @@ _CODES = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Raises an untyped error of the block as a `StorageError` if it is from a full disk."""
+    """Raises an untyped error of the block as a `StorageError` if a disk is full."""
     try:
         yield
     except (MegatronSparseError, SystemExit, KeyboardInterrupt):

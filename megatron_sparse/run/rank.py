@@ -1,6 +1,6 @@
 """`python -m megatron_sparse.run.rank runs/NAME/config.yaml`: the process of one rank.
 
-The launcher starts it. Importing torch takes seconds, so nothing here imports it: before, `main`
+The launcher starts it. Importing torch takes seconds, so the imports here avoid it: `main` first
 makes sure that Ctrl-C ends the rank without a traceback, and that it dies with its launcher.
 """
 

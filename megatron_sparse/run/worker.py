@@ -185,7 +185,7 @@ def _report_early_stop(config: RunConfig, stopped_at: int | None, rank: int) -> 
 
 
 def _wait_for_readers(store: Any, ranks: int) -> None:
-    """Keeps rank 0, whose process is the store, until every other rank has read the answer."""
+    """Keeps rank 0, and srun's store with it, until all other ranks have read the answer."""
     deadline_s = time.monotonic() + _READERS_S
     while store.add(_READERS, 0) < ranks and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -121,7 +121,7 @@ def embedding_like(
     rows. `row_numel`: elements of a row, such as the width of an embedding.
 
     Raises:
-        ValueError: no exponent from 0 to 8 gives `sum_density`; from `_root`.
+        ValueError: no exponent from 0 to 8 gives `sum_density`.
         DependencyError: scipy is missing.
 
     Example:

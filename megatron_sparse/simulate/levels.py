@@ -210,7 +210,7 @@ class Group:
         return pricing.price(level, self.shape(element_bytes), 1.0).total_s
 
     def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
-        """Seconds of one bucket of full elements: any dense scheme, or `dense` at level `node`."""
+        """Least seconds of a bucket of full elements: dense schemes, or `dense` at level `node`."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, instances, dense)]
         if has_lanes(self.sizes):

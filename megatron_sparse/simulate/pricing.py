@@ -83,7 +83,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
       also reads and writes the residual.
     - `sample_threshold` reads a sector (`SECTOR_BYTES`) of gradient and residual for each sample.
     - Adding records or bitmaps to a sum (`decode_`, `hash_bitmap_add_`) reads them, and for each of
-      their elements reads and writes a sector of the sum; at most all. A fresh sum is only written.
+      their elements reads and writes a sector of it, at most all; a fresh sum is written whole.
     """
     name = func._schema.name.split("::")[1]
     codec_name = name if func.namespace == "megatron_sparse" else ""

@@ -223,7 +223,7 @@ class _Odd(_State):
         rounds_left = chunk + self.levels - self.number + 1
         urgency = URGENCY * (doublings - rounds_left)
         in_window = self.number < receiver <= self.number + self.levels
-        meets_straggler = receiver < self.chunks  # the receiver is not the straggler
+        meets_straggler = receiver != self.straggler
         if in_window and meets_straggler and chunk > receiver - self.levels:
             urgency -= WINDOW_PENALTY
         return urgency

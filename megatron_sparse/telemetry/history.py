@@ -79,7 +79,7 @@ class Iterations:
 
     @property
     def target_begins(self) -> int | None:
-        """The first iteration at the target density after others.
+        """The first iteration at the target density after a warm-up or ramp.
 
         None if the run began at the target density, or never reached it, as a dense run.
         """
@@ -132,7 +132,7 @@ class RunHistory:
         """Computes the fields of `summary.json`; docs/reading-the-breakdown.md explains each.
 
         Rates are medians over iterations, because the first iterations compile and allocate; times
-        are means, medians and 95th percentiles; bytes are sums, shares are ratios of sums.
+        are means, medians and 95th percentiles; bytes are sums; shares, densities: ratios.
         """
         run = self.iterations()
         losses = run.loss[np.isfinite(run.loss)]

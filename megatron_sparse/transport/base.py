@@ -149,7 +149,7 @@ class SubsetTransport:
 
     For a sparse collective of some ranks, for example across nodes: the other ranks need not take
     part. It makes no process group: all its operations are pairwise exchanges on the whole group's
-    transport. Other attributes: see `Transport`.
+    transport. Other attributes: `Transport`'s, of the subset.
 
     Attributes:
         ranks: for each rank of the subset its number in the whole group.

@@ -206,7 +206,7 @@ class PeerLinks:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the sockets without a message: in a forked child the parent still uses its own."""
+        """Closes the sockets without a message: a forked child's parent still uses the links."""
         for link in self._links:
             link.socket.close()
         if self._listener is not None:

@@ -191,7 +191,7 @@ class VirtualCluster:
                 assert self.transports[rank].may_post, "`POSTED` comes once"
                 self.transports[rank].may_post = False
             elif not isinstance(outcome, VirtualWork) or outcome.ready():
-                # Works that are no messages (a copy to the CPU) take no modelled time.
+                # Works other than messages (a copy to the CPU) take no modelled time.
                 outcome.finish()
             else:
                 waiting[rank] = outcome
@@ -421,8 +421,8 @@ class VirtualTransport:
 
     def open_arrival_counter(self) -> Arrive:
         """See `Transport`."""
-        own, clock_s = self._cluster_rank, self._cluster.clock_s
-        return arrival_counter(own, self.ranks, clock_s, self._cluster.pending_arrivals)
+        rank, cluster = self._cluster_rank, self._cluster
+        return arrival_counter(rank, self.ranks, cluster.clock_s, cluster.pending_arrivals)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
         """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""

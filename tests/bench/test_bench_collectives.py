@@ -188,10 +188,10 @@ class TestInputs:
         """What a rank's selection leaves in its residual; both ranks have the same gradient."""
 
         def steps(transport):
-            reducer = RankReducer(case, sweep(), Groups(transport))
+            rank_reducer = RankReducer(case, sweep(), Groups(transport))
             bucket = case.bucket(values_N, 2)
-            yield from reducer.steps(dataclasses.replace(bucket, grad_N=values_N.clone()), 0)
-            return reducer.residual(bucket)
+            yield from rank_reducer.steps(dataclasses.replace(bucket, grad_N=values_N.clone()), 0)
+            return rank_reducer.residual(bucket)
 
         return VirtualCluster(2).run(steps)[rank]
 

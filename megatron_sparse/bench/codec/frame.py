@@ -98,7 +98,7 @@ class Case:
         # A memory line: the least that a GPU, or a CPU, reads or writes to touch one element.
         line_bytes = 32 if self.device.type == "cuda" else 64
         per_line = line_bytes // 4  # fp32
-        # `lines` has full lines only: elements after the last one are left out of the count.
+        # `lines` has full lines only, without the rest; at least one line is counted.
         in_full_lines = values_N.numel() // per_line * per_line
         lines = values_N[:in_full_lines].view(-1, per_line)
         touched = lines.shape[0] if whole else int((lines != 0).any(1).sum())

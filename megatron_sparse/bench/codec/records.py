@@ -106,7 +106,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     """Yields the tasks on one gradient. The caller times a task before it asks for the next one.
 
     `prune` changes the gradient in place; the tasks after it encode and add the pruned one. Only
-    with peers there are `seal` and `verify`. Without peers, this takes up to five times the
+    with peers are there `seal` and `verify`. Without peers, this takes up to five times the
     gradient's size in fp32 at once, besides the buffers of the plain copy timed beside each task.
     """
     wrong = wrong_bytes(case)

@@ -190,8 +190,8 @@ def run(
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = runs_of(options)
-    ranks = f"{options.ranks} ranks, gloo"
-    frame.begin(runs, f"{len(runs)} runs, {ranks}, {options.iters} iterations of Megatron")
+    place = f"{options.ranks} ranks, gloo"
+    frame.begin(runs, f"{len(runs)} runs, {place}, {options.iters} iterations of Megatron")
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
     complete = at_all_rates(frame.carry_out(runs))
     rows = print_table(rows_of(complete), json_path)

@@ -32,7 +32,7 @@ class Variant:
 
     Attributes:
         scheme: `plain`, one of the plugin's schemes, or `preset=NAME`.
-        density: 1 for schemes that send all elements; of a preset that with which it begins.
+        density: 1 for schemes that send all elements; of a preset its `given_density`.
         parameters: `parameters.method`; None for `plain`.
         level: `compression.level`.
     """
