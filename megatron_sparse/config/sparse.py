@@ -104,8 +104,8 @@ class SparseConfig:
             )
 
     def _check_auto_density(self) -> None:
-        """Refuses `density=auto` where sums are sent in full: most of its presets quantise them."""
-        if self.scheme.given_sum_bits is None:
+        """Refuses `density=auto` with values or sums in full: most of its presets quantise both."""
+        if None in {self.compression.value_bits, self.scheme.given_sum_bits}:
             raise ConfigError(
                 "compression.density=auto tries presets, which send values in few bits",
                 expected="what sends values and sums in few bits",

@@ -237,7 +237,14 @@ def test_a_resumed_run_goes_on_with_its_preset():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"format": "coo"}, {"scheme": "zen"}, {"value_bits": None}, {"sum_bits": None}]
+    "settings",
+    [
+        {"format": "coo"},
+        {"scheme": "zen"},
+        {"value_bits": None},
+        {"value_bits": None, "format": "rice", "sum_bits": 8},
+        {"sum_bits": None},
+    ],
 )
 def test_presets_need_values_in_few_bits(settings):
     with pytest.raises(ConfigError, match="name a density"):
