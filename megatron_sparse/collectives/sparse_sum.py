@@ -75,7 +75,7 @@ class SparseSum:
         log2_span = RICE_SPANS[0]  # `rice_span` of density 1; only Rice records use it
         if whole:
             form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
-        elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
+        elif message.log2_span is not None and form in {FORMAT_ADAPTIVE, FORMAT_RICE}:
             form = FORMAT_RICE  # the messages are Rice records, so sums are too
             log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N

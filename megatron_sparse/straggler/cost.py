@@ -123,7 +123,8 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
     # The straggler's port carries its message one way and the sum the other way at the same time.
     after_bytes = max(message_bytes, sum_bytes) + spread_bytes
     return SplitTimes(
-        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both_bytes, link),
+        # Rounds of an exchange, a gather and two agreements: among n - 1 ranks, then among all.
+        early_s=Cost(2 * (n - 1), (n - 2) / (n - 1)).time_s(both_bytes, link),
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),  # 1: the handshake
-        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both_bytes, link),  # also two agreements
+        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both_bytes, link),
     )

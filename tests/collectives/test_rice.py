@@ -81,6 +81,15 @@ def test_ranks_whose_sums_are_dense_gather_them_in_few_bits_too():
     step_of(run, 0, given)
 
 
+def test_the_adaptive_rings_sums_have_chunks_of_the_messages_density():
+    """Where `scheme.format` names Rice, as where the messages alone do."""
+    sent_bytes = set()
+    for wire_format in ("auto", "rice"):
+        run = ranks_of("adaptive_ring", 4, density=0.002, format=wire_format, numel=1 << 16)
+        sent_bytes.add(first_step(run)[2][0].wire_bytes)
+    assert len(sent_bytes) == 1
+
+
 def test_a_lanes_sums_are_not_rounded():
     """No residual would keep the rest; `auto` may choose the hierarchy all the same."""
     run = ranks_of("auto", 4, (2, 2), sum_bits=8)
