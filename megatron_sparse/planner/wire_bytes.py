@@ -15,8 +15,9 @@ A reduce-scatter sends half of that for `dense`, and (n - 1) / n N m(d) for the 
 Renggli et al. 2019, section 5; ZEN, table 3). Headers are left out. Overlapping positions make D
 smaller, so `direct` is never worse than predicted. With `scheme.capacity` c, messages and sums have
 their maximum size: d becomes min(c d, 1), and D becomes min(n c d, 1). If the distributed optimizer
-has k instances, every scheme sends 2 (k - 1) / k N b / n more. The density of a lossless parameter
-is assumed to be that of the pruned ones; with `planner.cluster` it is sampled.
+has k instances, every scheme sends 2 (k - 1) / k N g / n more, g bytes a gradient element. The
+density of a lossless parameter is assumed to be that of the pruned ones; with `planner.cluster` it
+is sampled.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
     scatter = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
     # An all-reduce gathers the sums afterwards, which takes as many bytes.
     in_instance = scatter if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * scatter
-    return in_instance + _instances_wire_bytes(bucket, element_bytes)
+    return in_instance + _instances_wire_bytes(bucket)
 
 
-def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes of a ring all-reduce of this rank's shard; see `reduction.level`."""
-    shard_bytes = bucket.numel / bucket.world_size * element_bytes
+def _instances_wire_bytes(bucket: Bucket) -> float:
+    """Bytes of a ring all-reduce of this shard, in the gradient's dtype; see `reduction.level`."""
+    shard_bytes = bucket.numel / bucket.world_size * bucket.grad_N.element_size()
     return 2 * (bucket.instances - 1) / bucket.instances * shard_bytes
 
 
@@ -85,7 +86,7 @@ def predicted_bytes(
         sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
         direct = other_ranks_part * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
-    over_instances = _instances_wire_bytes(bucket, bucket.grad_N.element_size())  # in `dense`, too
+    over_instances = _instances_wire_bytes(bucket)  # `dense` has them already
     agsparse += over_instances
     direct += over_instances
     return {"dense": dense, "agsparse": agsparse, "direct": direct}
