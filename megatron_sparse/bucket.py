@@ -188,7 +188,7 @@ class Layout:
         Segments are cut at borders of shards, at `extra_cuts`, where they get too long, and where
         the kind of elements changes: kept, lossless or pruned. Ranges are cut at every piece too.
         Padding has the kind of the parameter before it, but is a piece of its own, so that the
-        amount of padding does not change which elements are sampled.
+        amount of padding does not change which elements are sampled for a threshold.
 
         Args:
             bucket: the bucket.
@@ -243,7 +243,7 @@ def _pieces(bucket: Bucket) -> tuple[list[int], list[int], list[tuple[bool, bool
 
     for index, parameter in enumerate(bucket.parameters):
         add_piece(parameter.start, -1)
-        if parameter.numel:
+        if parameter.numel:  # an empty slice makes no piece and gives padding no kind
             kind = (parameter.keep, parameter.lossless)
             add_piece(parameter.stop, index)
     add_piece(bucket.numel, -1)

@@ -47,7 +47,7 @@ def describe_cpu(threads: int | None = None) -> str:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"{threads or torch.get_num_threads()} threads, "
         f"megatron_sparse {__version__} {short_hash}, "
-        f"torch {torch.__version__}, {ops.supported_isas()[-1]}"
+        f"torch {torch.__version__}, {ops.supported_isas()[-1]}"  # the fastest instruction set
     )
 
 
@@ -68,9 +68,9 @@ def local[Sweep: Options, Row: CellRow](
         rows: measures a sweep; yields its rows one by one.
 
     Returns:
-        A function of the sweep and of a file for JSON lines (None writes none). It prints the
-        table, with the sweep's threads, and returns the rows. It raises a `ConfigError` if the
-        file cannot be written.
+        A function of the sweep and of a file for JSON lines (None writes none). It measures with
+        the sweep's number of torch threads, if it has one, prints the table and returns the rows.
+        It raises a `ConfigError` if the file cannot be written.
     """
 
     def run(sweep: Sweep, json_path: Path | None = None) -> list[Row]:
@@ -92,8 +92,8 @@ def print_rows[Row: CellRow](
 class HostLoad:
     """Counts the machine's processor time from its construction on.
 
-    The kernel's work on interrupts is not in it: the ranks' network traffic causes it, but no
-    process is charged with it, so it would count as other programs'.
+    It leaves out the kernel's work on interrupts, which the ranks' network traffic causes: no
+    process is charged with that work, so it would be taken for the work of other programs.
 
     Raises:
         DependencyError: psutil is not installed.
@@ -104,7 +104,7 @@ class HostLoad:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float, float]:
-        """Core-seconds until now: available; used by all programs; by this one and its children."""
+        """Core-seconds so far: available, used by all programs, used by this one and children."""
         machine, own = self._psutil.cpu_times(), self._psutil.Process().cpu_times()
         used_s = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
         cores = self._psutil.cpu_count() or 1

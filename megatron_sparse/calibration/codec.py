@@ -90,7 +90,7 @@ def codec_calls(
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))
-    # Rice records of every element: they have no density.
+    # Rice records that hold every element, in 4 bits: outside the loop, as no density changes them.
     whole = MessageSpec(1.0, format="rice", value_bits=4, whole=True)
     yield from _segment_calls(numel, 1.0, device, {"dense_q4": whole})
     for density in densities:
@@ -231,8 +231,8 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
 
     yield CodecCall(CodecOp.PARTITION, "pairs", density, partition)
 
-    # Partition 0 of a segment so long that the partition has `numel` positions; `sparse_N` are its
-    # values in the order of the positions.
+    # The records hold partition 0 of a segment so long that the partition has `numel` positions.
+    # `sparse_N` has the partition's values in the order of the positions.
     wide_hash = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
     spec = PartitionRecord(wide_hash, 0, torch.float32, offset=0, step=STEP)
     positions_K = sparse_N.nonzero().squeeze(1)

@@ -105,7 +105,7 @@ def calibrate(
         host_s_per_message=per_message_s,
         host_s_per_bucket=per_bucket_s,
         codec=codec,
-        ring_densities={},
+        ring_densities={},  # only `calibrate --sweep` finds them, and adds them later
         fingerprint=fingerprint(transport),
     )
 
@@ -120,7 +120,7 @@ def measure_host(
     Args:
         transport: real ranks, 2 at least.
         progress: the thread that drives collectives in training.
-        repeats: how often each is timed; a time is the median of the slowest ranks' times.
+        repeats: how often each is timed; of the slowest rank's times the median counts.
         clock: this rank's, in seconds.
     """
 

@@ -78,7 +78,7 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
 def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
     """A callback that refuses a report file which is neither a page nor a table.
 
-    Returns the files, an empty list without the option, which may be repeated.
+    Returns the files, one for each time that the option is given; an empty list if it is not.
 
     Raises:
         ConfigError: a name ends in neither `.html` nor `.csv`, or the file cannot be written.

@@ -109,14 +109,14 @@ def plan(
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
-    pricing = None  # without a cost model: prints the times that the run's plan.json has
+    pricing = None  # without a cost model the times are those in the run's plan.json
     if cluster is not None:
         pricing = plan_rows.Pricing(find(cluster), candidates, value_bits=value_bits)
     rows = plan_rows.rows(
         run=run,
         sizes=sizes,
         ranks=ranks,
-        anew=candidates is not None or value_bits is not None,  # not the times in plan.json
+        anew=candidates is not None or value_bits is not None,  # both need new times
         pricing=pricing,
         density=density,
         op=CollectiveOp(op),

@@ -89,7 +89,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     if exchange.scatters:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
-    # From the last sum received to this rank's complete sum, which includes its own contribution.
+    # The last sum received lacks this rank's own values. With them it is complete, and denser.
     incoming.extrapolate()
     # Quantised sums (`scheme.sum_bits`) never go dense: they are shorter than dense ones, and the
     # peers decode no other dtype.

@@ -51,9 +51,9 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
 
     Args:
         steps: the collective, or the stage.
-        kind: the type to drop. `Marker` where the job posts more messages after these steps, so
-            that their `POSTED` would be wrong (these steps must not yield `QUEUED`: it would be
-            dropped too). `job.Gate` where another gate orders the posts, or posts need no order.
+        kind: the type to drop. `Marker` if the job posts more messages after these steps, whose
+            `POSTED` would come too early; steps that need their `QUEUED` cannot be run this way.
+            `job.Gate` if another gate orders the posts, or if the posts need no order.
     """
     while True:
         try:
@@ -177,7 +177,7 @@ class Identity:
     def row(
         self, sizes: Sequence[int], room: int, device: torch.device, count: int | None = None
     ) -> torch.Tensor:
-        """This rank's row of the agreement: fingerprint, checked count, and at most `room` sizes.
+        """This rank's row of the agreement: fingerprint, count with a checksum, up to `room` sizes.
 
         int64 [2 + `room`]; unused words are 0. `count` is len(sizes) where every rank must send the
         same number of sizes (it is then part of the fingerprint), else None.
@@ -301,12 +301,12 @@ class Subgroup:
         if in_one_call:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
-        # Not on virtual ranks: there each round takes its own time, as in the schemes' costs.
+        # Virtual ranks post round by round: each round takes its time, as in the schemes' costs.
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
         sent_bytes = sum(values.nbytes for sends, _ in rounds for _, values in sends)
         is_small = independent and over_gloo and sent_bytes <= SMALL_BYTES
         posts_all = on_cuda or is_small  # in the first iteration
-        last_posting = 0 if is_small else len(rounds) - 1  # on CUDA no earlier iteration waits
+        last_posting = 0 if is_small else len(rounds) - 1  # on CUDA no round blocks the CPU
         posted: list[Work] = []
         for number in range(len(rounds)):
             end = len(rounds) if posts_all else number + 1

@@ -106,8 +106,8 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         folding = Folding(across)
         lane_cuts = cuts[::k]  # borders of the lanes' parts
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of the pieces of this lane
-        # `ends`: this rank posts nothing after phase 2, or (below) after phase 4. With one node
-        # phase 2 posts nothing either, and with one lane phase 4.
+        # Without guests this rank posts last in phase 2 of a reduce-scatter (phase 1 with one
+        # node), and in phase 4 of an all-reduce (phase 3 with one lane).
         ends = scatter and not lanes.guests
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
         yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)
@@ -214,8 +214,8 @@ def cost(run: DryRun) -> None:
     inside = run.part(run.shape, node)
     ring_reduce_scatter_cost(inside, numel)  # phase 1
     run.clocks.wait_for(inside.clocks)
-    # The slowest lane decides: lane 0. It has the most guests, and in a reduce-scatter each of its
-    # pieces, one a node, has the shards of its owners; in an all-reduce pieces are equal.
+    # The slowest lane decides: lane 0, which has the most guests. It has a piece for each node: as
+    # many shards as the piece has owners in a reduce-scatter, pieces of one size in an all-reduce.
     units_by_node = [-(-size // lanes) if run.scatter else 1 for size in sizes]
     unit_numel = numel / (run.n if run.scatter else lanes * nodes)
     offsets = [unit_numel * units for units in accumulate(units_by_node, initial=0)]

@@ -107,7 +107,7 @@ def halve(accumulator: Accumulator, cuts: list[int], folding: Folding, *, last: 
     """Fold and halving: leaves the sum of this rank's block in the accumulator.
 
     `cuts` are the n + 1 offsets of the ranks' pieces. `last`: this rank will post nothing more:
-    neither `double` nor, in a group with folded ranks, `unfold_pieces` follows.
+    no `double` follows, and no `unfold_pieces` in a group with folded ranks.
     """
     group, whole = folding.group, (cuts[0], cuts[-1])
     if folding.folded:
@@ -185,8 +185,8 @@ def cost(run: DryRun) -> None:
     """Predicts the time of recursive halving, then doubling.
 
     With s = N b bytes: 2 log2 n alpha + 2 (n - 1) / n s beta (PCCL, section 2.2). A reduce-scatter
-    takes the first half. Added: the addition of a piece in each halving round; and, where n is no
-    power of two, two more rounds that carry the whole bucket.
+    takes the first half. Added: additions; and, where n is no power of two, a fold that carries the
+    whole bucket, and an unfold that carries it too, or one piece in a reduce-scatter.
     """
     halving_doubling_cost(run, even_cuts(run.shape.numel, run.n))
 
@@ -205,7 +205,7 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
     fold_to_n[folded], unfold_to_n[folded_into] = folded_into, folded
     cuts = np.array(offsets)
     numel = float(cuts[-1])
-    # Number among the active ranks: for a folded rank, of the rank that it folds into.
+    # Each rank's number among the active ones; a folded rank has that of the rank it folds into.
     index_n = np.searchsorted(leads, ranks, side="right") - 1
     is_active_n = np.isin(ranks, leads)
 

@@ -163,7 +163,7 @@ def encode_own_shard(
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
-    # Messages below this size may mix with the next bucket's. Ranks need not decide alike.
+    # Then the next bucket may post meanwhile. Each rank decides this by the size of its own sum.
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
@@ -220,8 +220,8 @@ def spread_sums_cost(
     """Each owner encodes its sum, ranks all-gather the sizes unless they are fixed, then the sums.
 
     `sum_density_n`: density of each owner's sum, of format `form`. `sent_density_n`: the same; in
-    capacity mode the density of full slots. `gather_cost`: the all-gather, which takes `run`, and
-    of each owner's sum the bytes and the seconds of decoding; None for `gather_sums_cost`.
+    capacity mode the density of full slots. `gather_cost`: prices the all-gather from `run`,
+    each sum's bytes and each sum's seconds of decoding; None for `gather_sums_cost`.
     """
     shard = run.piece(run.n)
     run.work(form.seconds(CodecOp.ENCODE, shard, sum_density_n, run.b))

@@ -98,7 +98,7 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
-        # Sparse schemes use only the methods that a subset transport has.
+        # The cast below is safe: sparse schemes use only methods that a subset transport has.
         across = replace(
             exchange,
             bucket=parts.lane_bucket(values_N),
@@ -160,7 +160,7 @@ class LaneParts:
         nodes = len(lanes.members)
         owner_counts = {len(lanes.owners(lanes.lane, node)) for node in range(nodes)}
         op = self._bucket.op if len(owner_counts) == 1 else CollectiveOp.ALL_REDUCE
-        # A slice for each segment, named by its number.
+        # The slices say which elements are always dense: one for each segment, named by its number.
         slices = [
             ParameterSlice(str(number), start - part.start, stop - part.start, keep)
             for number, (start, stop, keep) in enumerate(self._segments(part))
@@ -255,7 +255,7 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
     """Encodes the node's sum of this lane's part as a message for `direct`, cut into k shards."""
     lane_bucket, options = across.bucket, across.options
     value_dtype = partial_name(bucket, message.sum_dtype)
-    # Sets the chunks of `rice`. The message's: that of the node's sum is unknown before encoding.
+    # Rice records need a density, for their chunk size: the message's, as the sum's is not known.
     density = min(1.0, message.nnz / max(bucket.numel, 1))
     spec = record_spec(
         value_dtype,
@@ -330,7 +330,7 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     """
     sizes = run.clocks.topology.node_sizes
     op = run.shape.op if len(set(sizes)) == 1 else CollectiveOp.ALL_REDUCE
-    # Between nodes values travel as partial sums do, complete sums too.
+    # Between nodes all values, also those of complete sums, have the bytes of partial sums.
     shape = BucketShape(
         round(run.shape.numel / lanes),
         round(run.shape.kept_numel / lanes),
@@ -341,16 +341,16 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     )
     densities = run.densities.of_lane(max(sizes), lanes)
     form, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
-    # Bytes by lane, densest first: of a node's sum, and of the sum over all ranks.
+    # For each lane, densest first, the bytes of its part of a node's sum and of the whole sum.
     node_L, whole_L = (
         np.asarray(form.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
     sent_L = node_L + whole_L
-    busiest = max(float(np.max(sent_L)), 1.0)  # not 0, which an empty bucket sends
+    busiest = max(float(np.max(sent_L)), 1.0)  # at least 1: an empty bucket sends 0 bytes
     sharing = float(np.sum(sent_L)) / busiest  # see `DryRun.lane`
     lane = run.part(shape, run.lane(sharing), densities)  # its clocks start at 0
-    lane.options = replace(lane.options, sum_bits=None)  # as in `hierarchical`
+    lane.options = replace(lane.options, sum_bits=None)  # no lane quantises its sums
     message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
     direct_cost(lane)

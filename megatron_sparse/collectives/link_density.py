@@ -35,8 +35,8 @@ def prunable_numel(cut: Cut) -> int:
 def prunable_nnz(records: torch.Tensor, cut: Cut) -> int:
     """Counts the non-zero elements of records outside the segments that are always sent whole.
 
-    Reads the records' headers, on CUDA each by a copy to the CPU, but not their checksums, because
-    this rank has encoded or decoded the records. `records`: uint8, one for each segment of `cut`.
+    Reads the records' headers, on CUDA with a copy to the CPU for each. It checks no checksum: this
+    rank has encoded or decoded the records itself. `records`: uint8, one for each segment of `cut`.
     """
     total = position = 0
     for is_sent_whole in cut.keep.tolist():

@@ -68,7 +68,7 @@ def sum_in_one_call(
         sums=sums.take("gathered", plan.sums_bytes),
         step=message.step,
         sum_steps=sum_steps,
-        earlier=reports.statuses(bucket.grad_N.device),  # of making the message
+        earlier=reports.statuses(bucket.grad_N.device),  # of the calls that made the message
         events=torch.tensor(events),
     )
     report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)
@@ -99,7 +99,7 @@ def _plan(
     (this rank, number of ranks); `gathers`: whether the owners' sums are all-gathered.
     """
     rank, world_size = place
-    shards, spec = [], RecordSpec(code, step=0, record_format=FORMAT_ADAPTIVE)
+    shards, spec = [], RecordSpec(code, step=0, record_format=FORMAT_ADAPTIVE)  # for sizes
     for cut in _cuts(layout, by_owners=by_owners):
         first, stop = cut.segments.start, cut.segments.stop
         message_offsets = slots.part(cut.segments)

@@ -100,7 +100,7 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
     """Decorator: reads the reports of a collective's codec calls at its end, raises their errors.
 
     Only messages in capacity mode have reports. The error is `WireFormatError` if a peer's records
-    are not what was announced. With `QUEUED` the bucket may be used before the CPU has read them.
+    are not what was announced. After `QUEUED` the bucket may be used while the reports come in.
     """
 
     @wraps(collective)

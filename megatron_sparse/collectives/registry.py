@@ -37,7 +37,7 @@ def find_schemes() -> dict[str, Scheme]:
 def register(scheme: Scheme, schemes: dict[str, Scheme]) -> None:
     """Adds a scheme to `schemes` under its name.
 
-    With it another package adds its scheme to `SCHEMES`, in every process that uses it.
+    Another package calls it to add its scheme to `SCHEMES`, in every process that uses the scheme.
 
     Raises:
         ConfigError: `schemes` has a scheme of that name already.
@@ -151,7 +151,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
             remedy="leave scheme.format out and set compression.value_bits=null, or choose another "
             "scheme",
         )
-    # Such a scheme quantises every element, so values have no floating-point dtype on the wire.
+    # A scheme that sends every element quantises it: its values have no floating-point dtype.
     if chosen.sends_whole and scheme.wire_dtype is not None:
         raise ConfigError(
             f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
@@ -187,7 +187,7 @@ def _check_engine(config: SparseConfig) -> None:
 
 
 def _check_straggler(config: SparseConfig) -> None:
-    """Refuses straggler-aware schemes without a known straggler, and a straggler without them."""
+    """Refuses a straggler-aware scheme without a known straggler, and any other scheme with one."""
     name, straggler = config.scheme.name, config.straggler
     if skips_straggler(name) and not straggler.leaves_behind:
         raise ConfigError(

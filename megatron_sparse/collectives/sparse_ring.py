@@ -168,12 +168,12 @@ def ring_gather_sums(
 def cost(run: DryRun) -> None:
     """Predicts the time of `sparse_ring`, which encodes the sum again in each step.
 
-    Reduce-scatter: (n - 1) alpha + sum over steps s of (n'_s / n beta + T_comp + T_decomp), n'_s
-    being the bytes of the records of the sum of s ranks (SpCCL, in words), T_comp and T_decomp one
-    encoding and decoding. All-gather: (n - 1) alpha + (n - 1) / n n' beta + T_cd (SpCCL's equation
-    6), n' being the bytes of the records (equation 4 for Pici) and T_cd one encoding and n - 1
-    decodings (equation 5). Added: 8 bytes with the size before each record; and the shards' own
-    densities: the densest shard passes every rank, so each step waits for it.
+    Reduce-scatter: (n - 1) alpha + sum over steps s of (n'_s / n beta + T_comp + T_decomp), as
+    SpCCL says in words: n'_s are the bytes of the records of a sum of s ranks, T_comp and T_decomp
+    the seconds of one encoding and one decoding. All-gather: (n - 1) alpha + (n - 1) / n n' beta +
+    T_cd (SpCCL's equation 6): n' are the bytes of the records of the complete sum (equation 4 for
+    Pici), T_cd the seconds of one encoding and n - 1 decodings (equation 5). Added: 8 bytes for the
+    size before each record; the densities of the shards: each step waits for the densest shard.
     """
     own = run.messages(SCHEME.message_format(run.options))
     ring_reduce_scatter_cost(run, own, run.sum_format(), thresholds=(np.inf, np.inf))
@@ -196,7 +196,7 @@ def ring_reduce_scatter_cost(
     threshold_n = np.where(inside_n, *thresholds)
     initial, own_density_n = run.densities.whole(1), run.densities.shards(1, n)
     run.agree()
-    run.work(np.sum(own.seconds(CodecOp.DECODE, shard, own_density_n, run.b)))
+    run.work(np.sum(own.seconds(CodecOp.DECODE, shard, own_density_n, run.b)))  # own message
     link_n = np.zeros(n)  # the density that each rank assumes on the link to its successor
     dense_addition_s = run.plain(CodecOp.ADD, shard.numel)
     for step in range(1, n):

@@ -78,11 +78,11 @@ class SparseSum:
         elif message.log2_span is not None and form in {FORMAT_ADAPTIVE, FORMAT_RICE}:
             form = FORMAT_RICE  # the messages are Rice records, so sums are too
             log2_span = sum_span(message.log2_span, bucket.world_size)
-        grad_N = bucket.grad_N
         self.partial_dtype = partial_name(bucket, message.sum_dtype)
         self.final_dtype = self.gather_dtype = message.sum_dtype
         if sum_bits is not None and form == FORMAT_RICE:
-            self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
+            bits = dense_value_bits(sum_bits) if whole else sum_bits  # without indices: 8 or 4
+            self.gather_dtype = QUANTISED[bits]
         self._sum_spec = RecordSpec(
             WIRE_CODES[self.gather_dtype],  # `encode` replaces dtype and step
             step=0,
@@ -92,8 +92,8 @@ class SparseSum:
             without_indices=whole,
             checksum=message.checksum,
         )
-        if grad_N.dtype == torch.float32:
-            self.sum_N = grad_N
+        if bucket.grad_N.dtype == torch.float32:
+            self.sum_N = bucket.grad_N
         else:
             self.sum_N = self.take("sum", bucket.numel, torch.float32)
 
@@ -194,7 +194,7 @@ class SparseSum:
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
     def unify_bits(self, cut: Cut) -> None:
-        """Gives a complete sum the same bits on all ranks: rounds it as its records, unifies NaN.
+        """Gives a complete sum equal bits on all ranks: rounds to its records' dtype, unifies NaN.
 
         Some ranks keep the sum that they added up, others decode its records. Call it
 

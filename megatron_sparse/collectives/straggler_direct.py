@@ -114,7 +114,7 @@ class _Run:
     def as_early(self) -> Generator[Yielded, None, int]:
         """Runs all phases on an early rank; returns the bytes that it sent."""
         subset = SubsetTransport(self.transport, self.early_ranks, HANDSHAKE_TAG)
-        # Sparse schemes use only the methods that a subset transport has.
+        # The cast is safe: sparse schemes use only methods that a subset transport has.
         exchange = replace(self.exchange, transport=cast("Transport", subset))
         early = Subgroup(self.transport, self.early_ranks, self.group.tag)
         sums = SparseSum(exchange, self.message)
@@ -137,7 +137,7 @@ class _Run:
         late_records = sums.take("late", sum(late_sizes)).split(late_sizes)  # by chunk
 
         def records_for(peer: int, number: int) -> torch.Tensor:
-            """Its own early sum for the straggler, the straggler's records for early ranks."""
+            """What to send: to the straggler the own early sum, to early ranks its records."""
             return own if peer == self.late else late_records[number]
 
         def add(number: int) -> None:
@@ -197,7 +197,7 @@ class _Run:
             rounds.append((sends, receives))
 
         def hand_over(number: int) -> None:
-            """Hands over the chunk that arrived in meeting `number` - 1. See `in_rounds`."""
+            """Hands over the chunk that arrived in meeting `number` - 1; for 0 there is none."""
             chunk = self.meetings[number - 1].receives if number else None
             if chunk is not None:
                 arrived(chunk)

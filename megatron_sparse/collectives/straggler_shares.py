@@ -50,7 +50,7 @@ def straggler_of(exchange: Exchange) -> int | None:
 def chunk_cuts(numel: int, chunks: int) -> list[int]:
     """The chunks + 1 offsets that cut a bucket into nearly equal chunks.
 
-    Inner offsets are multiples of `ALIGNMENT`, in short buckets of a smaller power of two.
+    Inner offsets are multiples of `ALIGNMENT`, or in short buckets of a smaller power of two.
 
     Example:
         >>> chunk_cuts(10, 3), chunk_cuts(3_000_000, 2)

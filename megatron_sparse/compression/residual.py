@@ -122,7 +122,7 @@ class ResidualStore:
         """Frees a bucket's residual when the step, which sends all of it, is final.
 
         A run that goes on without compression then spends no time or memory on residuals. On CUDA
-        call it in the stream that uses the residual: unless `is_reported` it is freed now.
+        call it in the stream that uses the residual: without `is_reported` it is freed at once.
         """
         if self.is_reported:
             self._emptied.add(bucket.name)
@@ -138,7 +138,7 @@ class ResidualStore:
 
         This rank has sent gradient + old residual - new residual before its leak. `commit` will
         then restore the old residuals. Call it between the sums and `commit` or `rollback`. Needs
-        undo copies, and while the result lives an fp32 buffer per pending selection.
+        undo copies. The result takes an fp32 buffer for each bucket with a pending selection.
 
         Args:
             leak: the factor with which unsent values entered the residuals; 1 loses nothing.
@@ -274,7 +274,7 @@ class ResidualStore:
     def slices(self, *, settled: bool = False) -> Iterator[tuple[SliceKey, torch.Tensor]]:
         """Yields each slice of a parameter, by name and offset, with a view of its residual.
 
-        While buckets hold whole parameters, neither depends on bucket size or overlap.
+        While buckets hold whole parameters, the keys do not depend on bucket size or overlap.
 
         Args:
             settled: leave pending selections out; see the method `settled`.
