@@ -114,7 +114,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Waits until every rank has called this.
 
     Args:
-        store: torch's.
+        store: torch's key-value store of the launch, from `open_store`.
         rank: of this process.
         world_size: ranks that were started.
         timeout_s: how long to wait for the others.

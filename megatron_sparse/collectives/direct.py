@@ -192,7 +192,7 @@ def split_cost(run: DryRun, form: RecordFormat) -> None:
     """
     if not run.has_slots:  # in capacity mode there is no agreement
         run.agree()
-    # With `run.n` shards: a shard's elements, and the density of each shard's records.
+    # Of `run.n` shards: the elements of one, and the density of each one's records.
     send_shards_cost(run, form.nbytes(run.piece(run.n), run.message_density(run.n), run.b))
     add_shards_cost(run, form, run.densities.shards(1, run.n))
 

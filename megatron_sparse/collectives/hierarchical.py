@@ -230,7 +230,7 @@ def _sum_in_lanes(
     In round i rank r of the node sends to rank r - i and receives from rank r + i, as in `direct`.
     A rank without a lane only sends.
     """
-    m, rank, lanes = inside.world_size, inside.rank, parts.lanes  # numbers in the node
+    m, rank, lanes = inside.world_size, inside.rank, parts.lanes  # `rank` of m in the node
     # For each peer a list: its lane's part, or nothing if it has no lane.
     sent = [[values_N[parts.part(peer)]] if peer < lanes.count else [] for peer in range(m)]
     received: list[list[torch.Tensor]] = [[] for _ in range(m)]
@@ -271,7 +271,7 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
 
 def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> Phase:
     """Phase 3 of an all-reduce: each lane's rank sends its part to all ranks of its node."""
-    m, rank, lanes = inside.world_size, inside.rank, parts.lanes.count  # numbers in the node
+    m, rank, lanes = inside.world_size, inside.rank, parts.lanes.count  # `rank` of m in the node
     # For each peer a list: where its part lies in the gradient, or nothing if it has no lane.
     parts_M = [[grad_N[parts.part(peer)]] if peer < lanes else [] for peer in range(m)]
     rounds = pairwise_rounds([parts_M[rank]] * m, parts_M, inside)

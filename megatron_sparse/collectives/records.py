@@ -140,8 +140,8 @@ def exchange_records(
         group: peers are numbered in it.
         send: (peer, records); None to send nothing.
         receive: (peer, room for the most bytes that it may send); None to receive nothing.
-        known: for `send` and for `receive`, whether both ends know the size, which is then not
-            sent: dense values instead of records, exactly as long as the room.
+        known: for `send` and for `receive`, whether both ends know the size, because dense values
+            travel instead of records and fill the room exactly. The size is then not sent.
         last: this rank will post nothing more.
 
     Returns:
