@@ -163,7 +163,7 @@ def encode_own_shard(
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
-    # Then the next bucket may post meanwhile. Each rank decides this by the size of its own sum.
+    # If small, the next bucket may post meanwhile: each rank decides that by its own sum's size.
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
