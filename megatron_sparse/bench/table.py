@@ -104,7 +104,7 @@ class HostLoad:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float, float]:
-        """Core-seconds so far: available, used by all programs, used by this one and children."""
+        """Core-seconds so far: available; used by all programs; by this one and its children."""
         machine, own = self._psutil.cpu_times(), self._psutil.Process().cpu_times()
         used_s = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
         cores = self._psutil.cpu_count() or 1

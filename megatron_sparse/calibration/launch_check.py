@@ -155,7 +155,7 @@ def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
 def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFacts]]:
     """Gathers every rank's facts, as JSON, because pickled objects could run code.
 
-    `gather_rows` takes numbers: the text's bytes. Spaces make the rows of all ranks equally long.
+    `gather_rows` takes numbers, here the text's bytes. Spaces make all ranks' rows equally long.
     """
     text = json.dumps(asdict(own)).encode()
     rows = yield from gather_rows(list(text.ljust(FACTS_BYTES)), transport)

@@ -120,7 +120,7 @@ def measure_host(
     Args:
         transport: real ranks, 2 at least.
         progress: the thread that drives collectives in training.
-        repeats: how often each is timed; of the slowest rank's times the median counts.
+        repeats: how often each is timed; a time is the median of the slowest ranks' times.
         clock: this rank's, in seconds.
     """
 

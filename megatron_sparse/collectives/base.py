@@ -52,7 +52,7 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
     Args:
         steps: the collective, or the stage.
         kind: the type to drop. `Marker` if the job posts more messages after these steps, whose
-            `POSTED` would come too early; steps that need their `QUEUED` cannot be run this way.
+            `POSTED` would come too early; they must not yield `QUEUED`, which would be dropped too.
             `job.Gate` if another gate orders the posts, or if the posts need no order.
     """
     while True:
@@ -301,7 +301,7 @@ class Subgroup:
         if in_one_call:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
-        # Virtual ranks post round by round: each round takes its time, as in the schemes' costs.
+        # Virtual ranks on a CPU post round by round: each takes its time, as in the schemes' costs.
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
         sent_bytes = sum(values.nbytes for sends, _ in rounds for _, values in sends)
         is_small = independent and over_gloo and sent_bytes <= SMALL_BYTES

@@ -106,7 +106,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         folding = Folding(across)
         lane_cuts = cuts[::k]  # borders of the lanes' parts
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of the pieces of this lane
-        # Without guests this rank posts last in phase 2 of a reduce-scatter (phase 1 with one
+        # Without guests this rank's last posts are in phase 2 of a reduce-scatter (phase 1 with one
         # node), and in phase 4 of an all-reduce (phase 3 with one lane).
         ends = scatter and not lanes.guests
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
@@ -214,8 +214,8 @@ def cost(run: DryRun) -> None:
     inside = run.part(run.shape, node)
     ring_reduce_scatter_cost(inside, numel)  # phase 1
     run.clocks.wait_for(inside.clocks)
-    # The slowest lane decides: lane 0, which has the most guests. It has a piece for each node: as
-    # many shards as the piece has owners in a reduce-scatter, pieces of one size in an all-reduce.
+    # The slowest lane decides: lane 0, which has the most guests. It has a piece for each node: in
+    # a reduce-scatter the shards of the piece's owners, in an all-reduce an equal part.
     units_by_node = [-(-size // lanes) if run.scatter else 1 for size in sizes]
     unit_numel = numel / (run.n if run.scatter else lanes * nodes)
     offsets = [unit_numel * units for units in accumulate(units_by_node, initial=0)]

@@ -185,8 +185,8 @@ def cost(run: DryRun) -> None:
     """Predicts the time of recursive halving, then doubling.
 
     With s = N b bytes: 2 log2 n alpha + 2 (n - 1) / n s beta (PCCL, section 2.2). A reduce-scatter
-    takes the first half. Added: additions; and, where n is no power of two, a fold that carries the
-    whole bucket, and an unfold that carries it too, or one piece in a reduce-scatter.
+    takes the first half. Added: the additions in fold and halving; where n is no power of two, a
+    fold of the whole bucket, and an unfold of the whole bucket or, in a reduce-scatter, one piece.
     """
     halving_doubling_cost(run, even_cuts(run.shape.numel, run.n))
 

@@ -163,7 +163,7 @@ def encode_own_shard(
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
-    # If small, the next bucket may post meanwhile: each rank decides that by its own sum's size.
+    # A rank with a small sum lets the next bucket post meanwhile. Ranks need not decide alike.
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]

@@ -99,7 +99,7 @@ def _plan(
     (this rank, number of ranks); `gathers`: whether the owners' sums are all-gathered.
     """
     rank, world_size = place
-    shards, spec = [], RecordSpec(code, step=0, record_format=FORMAT_ADAPTIVE)  # for sizes
+    shards, spec = [], RecordSpec(code, step=0, record_format=FORMAT_ADAPTIVE)  # for slot sizes
     for cut in _cuts(layout, by_owners=by_owners):
         first, stop = cut.segments.start, cut.segments.stop
         message_offsets = slots.part(cut.segments)

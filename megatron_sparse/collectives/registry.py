@@ -151,7 +151,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
             remedy="leave scheme.format out and set compression.value_bits=null, or choose another "
             "scheme",
         )
-    # A scheme that sends every element quantises it: its values have no floating-point dtype.
+    # With `sends_whole` messages are quantised, so their values have no floating-point dtype.
     if chosen.sends_whole and scheme.wire_dtype is not None:
         raise ConfigError(
             f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",

@@ -171,9 +171,9 @@ def cost(run: DryRun) -> None:
     Reduce-scatter: (n - 1) alpha + sum over steps s of (n'_s / n beta + T_comp + T_decomp), as
     SpCCL says in words: n'_s are the bytes of the records of a sum of s ranks, T_comp and T_decomp
     the seconds of one encoding and one decoding. All-gather: (n - 1) alpha + (n - 1) / n n' beta +
-    T_cd (SpCCL's equation 6): n' are the bytes of the records of the complete sum (equation 4 for
-    Pici), T_cd the seconds of one encoding and n - 1 decodings (equation 5). Added: 8 bytes for the
-    size before each record; the densities of the shards: each step waits for the densest shard.
+    T_cd (SpCCL's equation 6): n' are the bytes of the complete sum's records (equation 4 for Pici),
+    T_cd the seconds of one encoding and n - 1 decodings (equation 5). Added: 8 bytes for the size
+    before each record; the shards' densities: each step waits for the densest; it passes all ranks.
     """
     own = run.messages(SCHEME.message_format(run.options))
     ring_reduce_scatter_cost(run, own, run.sum_format(), thresholds=(np.inf, np.inf))

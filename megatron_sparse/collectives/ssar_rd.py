@@ -64,7 +64,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
         space = room[: whole.capacity(message.value_dtype)]
         records = yield from exchange_records(group, None, (folded, space))
         sums.add_message(records, whole, folded)
-        # Rounds this sum as its peer will receive it: both then add the same two numbers.
+        # Rounds this rank's sum as its peer will receive it: both then add the same two numbers.
         sums.round_partial(whole)
     distance = 1
     while distance < active:

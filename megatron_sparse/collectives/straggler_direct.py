@@ -137,7 +137,7 @@ class _Run:
         late_records = sums.take("late", sum(late_sizes)).split(late_sizes)  # by chunk
 
         def records_for(peer: int, number: int) -> torch.Tensor:
-            """What to send: to the straggler the own early sum, to early ranks its records."""
+            """This rank's early sum for the straggler, the straggler's records for early ranks."""
             return own if peer == self.late else late_records[number]
 
         def add(number: int) -> None:

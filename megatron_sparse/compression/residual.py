@@ -203,7 +203,7 @@ class ResidualStore:
                 new_N.mul_(share)
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
-        """Multiplies a residual by `change`; if a selection is pending, only its old part."""
+        """Multiplies a residual by `change`; if a selection is pending, only the old one in it."""
         if name not in self._pending:
             residual_N.mul_(change)
         elif self._pending[name]:  # there was an old residual; a new one has the new unit
@@ -249,7 +249,7 @@ class ResidualStore:
             residual_N.mul_(factor)
 
     def norm(self) -> torch.Tensor:
-        """The 2-norm over all residuals, fp32 scalar on their device (none: CPU); no host sync."""
+        """The 2-norm of all residuals, fp32 scalar on their device (CPU if none); no host sync."""
         if not self._residuals:
             return torch.zeros(())
         norms = [torch.linalg.vector_norm(r, dtype=torch.float32) for r in self.tensors()]
