@@ -67,7 +67,7 @@ def save_with(
             state[KEY] = sharded_state(attachment)
         return state
 
-    optimizer.sharded_state_dict = sharded_state_dict  # until `WatchedOptimizer.close`
+    optimizer.sharded_state_dict = sharded_state_dict  # `WatchedOptimizer.close` removes it
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
@@ -109,10 +109,10 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
         # The elements of each bucket that this rank selects from: only they have residuals here.
         own_parts = map(attachment.reducer(group).part, group.buckets)
         attachment.residuals.load(own_parts, saved.residuals)
-    attachment.residuals_came_back()  # they are sent even if compression is off now
+    attachment.residuals_came_back()  # even if compression is off now, the next step sends them
     attachment.step = saved.step
     attachment.usual_norm = UsualNorm(saved.norms)
-    attachment.parameters.forget()  # the next gather is raw
+    attachment.parameters.forget()  # the next gather is raw, unless `_restore_masters` succeeds
     attachment.planner.enabled = saved.enabled
     if attachment.trials is not None:
         attachment.trials.load_state_dict(saved.trials, saved.step)

@@ -179,7 +179,7 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
     `state` is the result of `common_state`.
     """
     if wanted.optimizer not in ("adam", "sgd"):
-        return  # Muon: Megatron renames its arguments before it saves them
+        return  # Muon and others: Megatron changes these arguments before it saves them
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # An unsharded optimizer has fp32 main weights only if the model's are fp16 or bf16.
@@ -211,7 +211,7 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
         return
     if getattr(saved, "train_samples", None) or wanted.train_samples:
-        return  # a schedule given in samples does not depend on the batch size
+        return  # left to Megatron: the batch size does not matter to a schedule in samples
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return

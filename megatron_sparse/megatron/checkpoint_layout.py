@@ -196,7 +196,7 @@ class ResidualRow:
     count: int
 
     def takes(self, saved_count: int) -> range:
-        """The numbers of the saved rows, of `saved_count`, whose sum becomes this row.
+        """Which of the saved rows, 0 to `saved_count` - 1, are added up to make this row.
 
         Example:
             >>> list(ResidualRow("rank", 1, 2).takes(5))
@@ -232,7 +232,7 @@ class HeldSlice:
 def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
     """The row of this rank in the tables of a bucket group's parameters."""
     level = attachment.reducer(group).level_groups  # None at level `rank`
-    # With a lone rank in `across` (one node) a rank's part is the whole bucket, as at level `rank`.
+    # With one node (a lone rank in `across`) the reducer works as at level `rank`: see `level_of`.
     if level is None or level.across.world_size == 1:
         return ResidualRow(RANK, *data_rank_and_size(group.expert))
     # `across` has one rank of each node, or of each instance: its number is that of the row.

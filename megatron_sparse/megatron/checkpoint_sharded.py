@@ -67,7 +67,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         key = f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}"
         whole = _whole_numel(lossy.bucket, piece.name)
         label = f"{MASTER}.{piece.name}.{piece.offset}"
-        state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))
+        state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))  # steps change it
     return state
 
 
@@ -132,7 +132,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if masters:
         requests[MASTER] = {f"{name}.{start}": part for (name, start), part in masters.items()}
     rank, size = layout.data_rank_and_size(expert=False)
-    saved_rank = rank if saved.data_size == size else 0  # with other ranks, all read rank 0's state
+    saved_rank = rank if saved.data_size == size else 0  # another size: all read rank 0's state
     rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (saved_rank,))
     # Missing only if the model-parallel layout differs, and no residuals are read.
     if rank_object.unique_key in found:
@@ -172,7 +172,7 @@ def _read_header(checkpoint: Path, found: _Entries, *, residuals: bool) -> Saved
 def _combined(held: HeldSlice, rows: list[torch.Tensor], mode: str) -> torch.Tensor:
     """A slice's residual [M]: the sum of its saved rows, or its share of a saved sum (mode `sum`).
 
-    Without saved rows it is zeros, not missing: all ranks must save the same parameters again.
+    Without saved rows it is zeros, not missing: a bucket has a residual on all ranks or on none.
     """
     if len(rows) == 1:
         value_M = rows[0]  # in the dtype that was saved; sums are in fp32
@@ -190,7 +190,7 @@ type _Entries = dict[str, Any]
 def _entries(checkpoint: Path) -> _Entries:
     """The metadata of the plugin's keys in the checkpoint.
 
-    Not by Megatron's own function, which makes a tensor from the properties of each entry, and
+    Megatron's own function is not used: it makes a tensor from the properties of each entry, and
     fails with torch 2.15, which has one property more.
     """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

@@ -50,20 +50,20 @@ class LoggedLoss:
             return results
         loss, n_tokens, logged = results
         if not loss.requires_grad or any(value.numel() != 2 for value in logged.values()):
-            return results  # without a backward pass nothing would end the all-reduces
+            return results  # another form; or without a backward pass, which ends the all-reduces
         return loss, n_tokens, self._add(loss, logged)
 
     def _add(self, loss: torch.Tensor, logged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Adds a micro-batch; an iteration's last one starts the all-reduces.
 
         Args:
-            loss: whose backward pass, when it ends, waits for the all-reduces.
+            loss: the micro-batch's; the last one's backward pass waits at its end for the sums.
             logged: (sum of losses, number of tokens) of the micro-batch by name, fp32.
 
         Returns:
-            What the micro-batch logs by name: the first one the averages, of shape (1,), which
-            have their values when the last backward pass has ended; the others tensors of shape
-            (0,), because Megatron logs the mean of what all micro-batches return.
+            What the micro-batch logs, by name. For the first one the averages, of shape (1,), which
+            have their values when the last backward pass has ended. For the others empty tensors:
+            Megatron concatenates those of all micro-batches, and logs the mean.
         """
         if not self._micro_batches:
             self._averages = {

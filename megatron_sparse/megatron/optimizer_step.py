@@ -66,7 +66,7 @@ class WrappedMethod:
         setattr(owner, name, self._method)
 
     def close(self) -> None:
-        """Puts the former method back, or, under a later wrapper, only passes calls on to it."""
+        """Puts the former method back; if a later wrapper is in place, only passes its calls on."""
         self._called = self._original
         if vars(self._owner).get(self._name) is not self._method:
             return  # a later wrapper calls `self._method`

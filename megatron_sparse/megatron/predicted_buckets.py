@@ -177,7 +177,7 @@ def _cut(
 
 
 def may_undo(config: RunConfig) -> bool:
-    """Whether Megatron may skip or repeat a step of this run, or divides by a step's tokens."""
+    """Whether residuals need undo copies: steps may be skipped or repeated, or tokens vary."""
     flags = config.megatron
     reruns = flags.get("rerun_mode") != "disabled"  # Megatron's default is another mode
     per_token = bool(flags.get("calculate_per_token_loss"))

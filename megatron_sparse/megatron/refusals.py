@@ -131,9 +131,9 @@ def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) ->
         saves: whether the run saves checkpoints.
 
     Raises:
-        ConfigError: residuals are to be saved, but the format cannot hold them, or Megatron is to
-            assume that every checkpoint of a run has the same tensors: a bucket has a residual
-            only after its first selection.
+        ConfigError: residuals are to be saved in a format that cannot hold them. Or Megatron is to
+            assume that all checkpoints of a run have the same tensors, which is false: a bucket
+            has a residual only after its first selection.
     """
     if mode == "none":  # residuals are not saved
         return

@@ -55,7 +55,7 @@ def summed_over_replicas(chunks: Sequence[Any]) -> Iterator[None]:
 def replica_sums(chunks: Sequence[Any]) -> list[ReplicaSum]:
     """Lists the sums of `finalize_model_grads`, in its order: the same on all ranks of a group."""
     over_tensor, over_stages = [], []  # tensor-parallel ranks; first and last pipeline stage
-    # Any: on ranks outside a group torch has a number in the group's place.
+    # Any: on ranks outside a group torch has a number in its place, with the world size -1.
     embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
     is_in_stages = embedding is not None and dist.get_world_size(embedding) > 1
     for chunk in chunks:

@@ -113,9 +113,9 @@ def check(
     if isinstance(baseline, ConfigError):  # the keys of ours are refused
         raise_together(TITLE, found)
         raise baseline
-    # Names in Megatron's arguments that no key of the section may change, each with the key of ours
-    # that sets it. Not those that Megatron's validation computes: they may follow from the section,
-    # as the width of an MLP from `swiglu`.
+    # Argument of Megatron that no key of the section may change -> the key of ours that sets it.
+    # Arguments that Megatron's validation computes are left out: they may follow from the section,
+    # as the width of an MLP follows from `swiglu`.
     owned = {_DATA: "data.prefix"} | {
         dest: key
         for dest, key in arguments.owned_dests(parser).items()
@@ -173,7 +173,7 @@ def _checked_alone(
             refused.append(error)
         found += refused
         is_owned = arguments.owner(key, value) is not None
-        if len(refused) == int(is_owned):  # `quick_errors` has one error for an owned flag
+        if len(refused) == int(is_owned):  # no error but the one that every owned flag gets
             section[key] = value
     return found, section
 
@@ -223,7 +223,7 @@ def _validated(
         return arguments.refusal_of(error)
     validated = {_DATA: data or (None, None), **vars(args)}
     if args.use_layer_wise_distributed_optimizer and "--use-distributed-optimizer" in words:
-        validated["use_distributed_optimizer"] = True  # Megatron has replaced it
+        validated["use_distributed_optimizer"] = True  # as given; Megatron has turned it off
     return validated
 
 

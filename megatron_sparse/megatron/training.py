@@ -196,7 +196,7 @@ def prepare_host(device: str) -> None:
     import_host()
     if device == "cpu":
         cpu_mode.enable_training()
-    repairs.apply()
+    repairs.apply()  # on a CPU for the second time, without effect
     checkpoint_process.end_with_rank()
 
 
@@ -254,7 +254,7 @@ def _early_exit() -> Iterator[None]:
 
     0: Megatron ended as asked (--exit-interval, --exit-duration, a signal); ignored, so that the
     run goes on to its summary. None: Megatron has printed why it cannot go on, such as a checkpoint
-    that does not fit; raises a CheckpointError, because Python takes None for success.
+    that does not fit; a CheckpointError, because Python takes None for success. Others pass.
     """
     try:
         yield

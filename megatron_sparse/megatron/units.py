@@ -79,7 +79,7 @@ class ResidualUnit:
 
         `factor` is one over the step's tokens.
         """
-        if factor >= 1.0:  # no token, for which Megatron divides by 1, or one
+        if factor >= 1.0:  # one token; or none, in whose place Megatron divides by 1
             return True
         before = self.gradient_factor
         return before is not None and float(before) < FEW_TOKENS * factor
@@ -121,7 +121,7 @@ class ResidualUnit:
         self.loss_scale = loss_scale
         change = self.follow_loss_scale()
         if self.per_token:
-            # 1: without Megatron's factor, residuals are in the unit of the final gradient.
+            # `end_step` converts. 1: without a factor, they are in the final gradient's unit.
             self.gradient_factor = torch.tensor(gradient_factor or 1.0, dtype=torch.float64)
         elif gradient_factor is not None:  # this run multiplies its sums by no factor
             change = (change or 1.0) * gradient_factor
@@ -173,7 +173,7 @@ def is_fp16(owner: Any) -> bool:
 def scales_loss(optimizer: Any) -> bool:
     """Whether the loss is scaled, and so steps with NaN or Inf are skipped.
 
-    That is so in fp16 and, in any precision, with a static `--loss-scale` and main parameters.
+    In fp16, and with a static `--loss-scale`, which the unsharded fp32 optimizer ignores.
     """
     return any(
         is_fp16(part) or getattr(part, "grad_scaler", None) is not None

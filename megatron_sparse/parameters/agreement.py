@@ -80,7 +80,7 @@ def exchange_announcements(
             has counted another number of gathers.
         WireFormatError: a rank's row is damaged.
     """
-    # Small records have a separate tag, so the next bucket may already exchange announcements.
+    # Small records carry this gather's own tag: the next bucket's announcement may overtake them.
     small = own.method != RAW and own.nbytes <= SMALL_BYTES
     table = yield from exchange_sizes(own.words(), identity, transport, unordered=small)
     found = [Announcement.of(words) for words in table]

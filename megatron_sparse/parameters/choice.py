@@ -121,7 +121,7 @@ class GatherChooser:
         are_fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if settings.method == LOSSY and are_fp32:
             self._lossy += len(buckets)
-            # Not for `auto`, which would compare prices: lossy gathers have none.
+            # `per_node=auto` on several nodes means flat: lossy gathers have no prices to compare.
             once_per_node = options == (True,)
             return LossyWay(settings.bits, verify_every=verify_every, per_node=once_per_node)
         if settings.method != "auto" and len(options) == 1:  # nothing to choose by price

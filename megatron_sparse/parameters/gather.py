@@ -127,8 +127,8 @@ class ShardGather[W: Way](ABC):
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
-        # A second copy of this rank's shard, see the subclass; None: the next gather is raw.
-        self._kept_M: torch.Tensor | None = None
+        # This rank's old bits (exact), or its master or replica (lossy).
+        self._kept_M: torch.Tensor | None = None  # the next gather is raw
         self._number = 0  # of the next gather, the same on all ranks
 
     @property
@@ -278,7 +278,7 @@ class ShardGather[W: Way](ABC):
             if self._replica_M is not None:
                 method = self.method
                 old_hash = hash_of(self._replica_M) if verifies else 0
-                sent = self._encode_own(number)
+                sent = self._encode_own(number)  # lossy: writes the new bits to `_own_M`, too
                 nbytes = sent.numel()
             new_hash = hash_of(self._own_M) if verifies else 0
         return sent, Announcement(nbytes, method, number, old_hash, new_hash)
@@ -388,7 +388,7 @@ class NodeRoutes:
         # For each round i the ranks of the i-th node after this one.
         self._others = [members[(own_node + i) % node_count] for i in range(1, node_count)]
         number = self.here.index(rank)  # this rank's number in its node
-        # In round i it receives from the i-th node after this one, and sends to the i-th before.
+        # Round i: receive from the i-th node after this one, send to the i-th before (`reversed`).
         self.targets = [ranks[number % len(ranks)] for ranks in reversed(self._others)]
         self.sources = [self._sent_to(rank, ranks) for ranks in self._others]
 
@@ -430,7 +430,7 @@ def gather_per_node(
         rounds.append(([(target, own_record)], received[-1]))
 
     def arrived(number: int) -> None:
-        """Takes the records of the round before `number`, which have arrived; see `in_rounds`."""
+        """Called while round `number` is in flight: takes the records of the round before."""
         for sender, record in received[number - 1] if number else ():
             take(sender, record)
 

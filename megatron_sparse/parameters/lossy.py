@@ -145,7 +145,7 @@ class LossyGather(ShardGather[LossyWay]):
             self._master_is_kept, self._changed = True, False
 
     def _put_into_buffer(self, *, master: bool) -> None:
-        """Swaps buffer and `_kept_M`, unless the buffer already has the master (or the replica)."""
+        """Puts the master or the replica into the buffer: swaps buffer and `_kept_M` if needed."""
         # None: the next gather is raw, and until then the buffer has the only copy.
         if self._kept_M is None or self._master_is_kept != master:
             return

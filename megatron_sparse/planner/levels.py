@@ -87,7 +87,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     """
     link = cluster.dense_link(inside)
     is_reduce_scatter = shape.op is CollectiveOp.REDUCE_SCATTER
-    # k reduce-scatters of N / k elements: k times the latencies of a single one, and as many bytes.
+    # k reduce-scatters of N / k elements: the bytes of a single one, but k times its latencies.
     calls = shape.world_size // inside if is_reduce_scatter and grouped else 1
     part_bytes = -(-shape.numel // inside) * shape.element_bytes  # elements rounded up
     scatter_s = (inside - 1) * (calls * link.alpha_s + part_bytes * link.beta_s)
@@ -180,8 +180,8 @@ class LevelPricing:
             density: the target.
 
         Returns:
-            The comparison; level `rank` without times where no other level is possible: with nodes
-            of different sizes; and with one instance that has one node, or one rank on each.
+            The comparison. Level `rank` without times where no other level is possible: if nodes
+            differ in size, or if a single instance has one node, or one rank on each node.
 
         Raises:
             ConfigError: the cluster file lacks a rate.
