@@ -79,7 +79,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         iteration: the step to continue from if the folder holds no state of the plugin.
 
     Raises:
-        CheckpointError: residuals are of another version or another model-parallel layout.
+        CheckpointError: residuals are of another version, model-parallel layout or parameter size.
     """
     takes_residuals = attachment.config.compression.residual_checkpoint != "none"
     saved = None

@@ -142,7 +142,7 @@ def model_layers(attachment: Attachment) -> dict[str, int]:
 def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
     """Raises a `CheckpointError` if a module's name meant another layer in the run that saved.
 
-    So it is after a change of the virtual pipeline size. `saved` is the result of `model_layers`.
+    It does after a change of the virtual pipeline size. `saved` is the result of `model_layers`.
     """
     for name, now in model_layers(attachment).items():
         before = saved.get(name, now)  # older checkpoints lack the name: accept it
@@ -302,7 +302,7 @@ def data_parallel_group(expert: bool) -> dist.ProcessGroup:
 
 
 def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
-    """Splits a saved sum among `count` rows: each takes every `count`-th element, else zero.
+    """Splits a saved sum among `count` rows: each takes every `count`-th element, zero elsewhere.
 
     Returns the row's values of the slice `held`. The rows add up to the sum exactly; sum / `count`
     would do so only for a power of two. Also, each element is then sent by one row only.

@@ -34,7 +34,7 @@ class LocalHybridStack(HybridStack):
         post_layer_norm: bool = True,
         **options: Any,
     ) -> None:
-        # False: the base class would make Transformer Engine's norm.
+        # With True the base class would make Transformer Engine's norm.
         super().__init__(config, submodules, post_layer_norm=False, **options)
         self.post_layer_norm = post_layer_norm  # the base class reads it in `forward`
         if self.post_process and post_layer_norm:

@@ -82,9 +82,9 @@ class LoggedLoss:
 
             def end_with_backward(_: torch.Tensor) -> None:
                 for end in ends:
-                    torch.autograd.Variable._execution_engine.queue_callback(end)
+                    torch.autograd.Variable._execution_engine.queue_callback(end)  # at its end
 
-            loss.register_hook(end_with_backward)
+            loss.register_hook(end_with_backward)  # called as its backward pass begins
         return returned
 
     def _reduce(self, pairs: list[torch.Tensor], average: torch.Tensor) -> Callable[[], None]:

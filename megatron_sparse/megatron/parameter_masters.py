@@ -62,7 +62,7 @@ class LossyBucket:
 def saved_parts(
     buckets: Sequence[LossyBucket],
 ) -> list[tuple[LossyBucket, ParameterSlice, torch.Tensor]]:
-    """Returns (bucket, slice of the shard, master as fp32 view) for what this rank's shards hold.
+    """Returns the masters of this rank's shards, as (bucket, slice of the shard, fp32 view).
 
     Empty before the first gather, and between a step and its gather: then the ranks' replicas of a
     bucket may differ, and a run that resumes from such a checkpoint begins with a raw gather.

@@ -259,7 +259,7 @@ class Plugin:
         """Calls Megatron's load, then loads the plugin's state from the same checkpoint.
 
         Raises:
-            CheckpointError: files of the checkpoint are damaged.
+            CheckpointError: files of the checkpoint are damaged, or its residuals do not fit.
         """
         original = self._originals["load_checkpoint"]
         try:

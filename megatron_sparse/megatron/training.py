@@ -38,7 +38,7 @@ _KNOWN_NOISE = (
 
 @contextmanager
 def _own_lines() -> Iterator[None]:
-    """Prints what the plugin logs from INFO on, but not again by Megatron's root handlers."""
+    """Prints what the plugin logs from INFO on; Megatron's root handlers do not print it again."""
     logger, handler = logging.getLogger("megatron_sparse"), logging.StreamHandler()
     level_before, propagate_before = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -69,7 +69,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     Raises:
         CheckpointError: Megatron cannot load the checkpoint.
         ConfigError: Megatron refuses the configuration, or gloo's network interface is missing.
-        DatasetError: the corpus is missing or damaged.
+        DatasetError: the dataset or corpus is missing, or the corpus is damaged.
         DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that the plugin hooks.
     """
@@ -131,8 +131,8 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
     """Returns the size of the model's vocabulary, and the dataset's prefix or None for mock data.
 
     Raises:
-        ConfigError: the model's vocabulary is smaller than the data's, or there is no dataset.
-        DatasetError: the corpus is missing or damaged.
+        ConfigError: the model's vocabulary is smaller than the data's.
+        DatasetError: the dataset or corpus is missing, or the corpus is damaged.
     """
     if config.data.dir is not None:
         from megatron_sparse.megatron import corpus

@@ -79,7 +79,7 @@ class ResidualUnit:
 
         `factor` is one over the step's tokens.
         """
-        if factor >= 1.0:  # one token; or none, in whose place Megatron divides by 1
+        if factor >= 1.0:  # a single token, or none: Megatron then divides by 1
             return True
         before = self.gradient_factor
         return before is not None and float(before) < FEW_TOKENS * factor
@@ -121,7 +121,7 @@ class ResidualUnit:
         self.loss_scale = loss_scale
         change = self.follow_loss_scale()
         if self.per_token:
-            # `end_step` converts. 1: without a factor, they are in the final gradient's unit.
+            # `end_step` converts residuals. 1: without a factor their unit is the final gradient's.
             self.gradient_factor = torch.tensor(gradient_factor or 1.0, dtype=torch.float64)
         elif gradient_factor is not None:  # this run multiplies its sums by no factor
             change = (change or 1.0) * gradient_factor

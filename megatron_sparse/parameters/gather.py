@@ -430,7 +430,7 @@ def gather_per_node(
         rounds.append(([(target, own_record)], received[-1]))
 
     def arrived(number: int) -> None:
-        """Called while round `number` is in flight: takes the records of the round before."""
+        """Called when the round before `number`, if any, has arrived: takes its records."""
         for sender, record in received[number - 1] if number else ():
             take(sender, record)
 
