@@ -143,7 +143,7 @@ class PricedPlanner(Planner):
         shape = shape_of(bucket, self._scheme.wire_dtype, value_bits)
         profile = state.profile or prior(shape, density)
         names = candidates(self._config.schemes, value_bits)
-        if bucket.grad_N.device.type == "cuda":  # prices leave out that the CPU waits for the GPU
+        if bucket.grad_N.device.type == "cuda":  # the CPU's waits for the GPU have no price
             names = [name for name in names if not SCHEMES[name].waits_on_cuda]
         cluster = self._clusters.get(bucket.world_size * bucket.lanes, self._cluster)
         # price(profile) is a dict: scheme -> microseconds.
