@@ -79,7 +79,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         iteration: the step to continue from if the folder holds no state of the plugin.
 
     Raises:
-        CheckpointError: residuals are of another version, model-parallel layout or parameter size.
+        CheckpointError: residuals do not fit this run (see `read`), or the saved plan is damaged.
     """
     takes_residuals = attachment.config.compression.residual_checkpoint != "none"
     saved = None
@@ -109,10 +109,10 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
         # The elements of each bucket that this rank selects from: only they have residuals here.
         own_parts = map(attachment.reducer(group).part, group.buckets)
         attachment.residuals.load(own_parts, saved.residuals)
-    attachment.residuals_came_back()  # even if compression is off now, the next step sends them
+    attachment.residuals_came_back()  # if compression is off now, the next step still sends them
     attachment.step = saved.step
     attachment.usual_norm = UsualNorm(saved.norms)
-    attachment.parameters.forget()  # the next gather is raw, unless `_restore_masters` succeeds
+    attachment.parameters.forget()  # the next gather is raw, unless a master is restored
     attachment.planner.enabled = saved.enabled
     if attachment.trials is not None:
         attachment.trials.load_state_dict(saved.trials, saved.step)

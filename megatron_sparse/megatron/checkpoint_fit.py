@@ -179,7 +179,7 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
     `state` is the result of `common_state`.
     """
     if wanted.optimizer not in ("adam", "sgd"):
-        return  # Muon and others: Megatron changes these arguments before it saves them
+        return  # Muon and others: Megatron changes their arguments before it saves them
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # An unsharded optimizer has fp32 main weights only if the model's are fp16 or bf16.

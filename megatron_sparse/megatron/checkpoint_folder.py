@@ -124,7 +124,7 @@ def damage(saved: Path) -> str | None:
         return "it has no folder"
     legacy = sorted(saved.glob("mp_rank_*/*.pt"))  # the format `--ckpt-format torch`
     if legacy:
-        # A file of torch.save is a zip, whose directory is at its end: if cut off it is no zip.
+        # torch.save writes a zip, whose directory is at its end: a file that is cut off is no zip.
         cut = [path for path in legacy if not zipfile.is_zipfile(path)]
         return f"{cut[0].relative_to(saved)} is cut off" if cut else None
     return _damage_of_distributed(saved)

@@ -142,7 +142,7 @@ def model_layers(attachment: Attachment) -> dict[str, int]:
 def check_layers(saved: dict[str, int], attachment: Attachment) -> None:
     """Raises a `CheckpointError` if a module's name meant another layer in the run that saved.
 
-    It does after a change of the virtual pipeline size. `saved` is the result of `model_layers`.
+    A change of the virtual pipeline size causes this. `saved` is the result of `model_layers`.
     """
     for name, now in model_layers(attachment).items():
         before = saved.get(name, now)  # older checkpoints lack the name: accept it
@@ -232,7 +232,7 @@ class HeldSlice:
 def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
     """The row of this rank in the tables of a bucket group's parameters."""
     level = attachment.reducer(group).level_groups  # None at level `rank`
-    # With one node (a lone rank in `across`) the reducer works as at level `rank`: see `level_of`.
+    # With one node (a lone rank in `across`) a rank's part is the whole bucket: see `level_of`.
     if level is None or level.across.world_size == 1:
         return ResidualRow(RANK, *data_rank_and_size(group.expert))
     # `across` has one rank of each node, or of each instance: its number is that of the row.

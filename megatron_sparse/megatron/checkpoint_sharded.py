@@ -67,7 +67,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         key = f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}"
         whole = _whole_numel(lossy.bucket, piece.name)
         label = f"{MASTER}.{piece.name}.{piece.offset}"
-        state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))  # steps change it
+        state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))  # steps change them
     return state
 
 
@@ -172,7 +172,7 @@ def _read_header(checkpoint: Path, found: _Entries, *, residuals: bool) -> Saved
 def _combined(held: HeldSlice, rows: list[torch.Tensor], mode: str) -> torch.Tensor:
     """A slice's residual [M]: the sum of its saved rows, or its share of a saved sum (mode `sum`).
 
-    Without saved rows it is zeros, not missing: a bucket has a residual on all ranks or on none.
+    Without saved rows it is zeros, not missing: a bucket must have one on all ranks or on none.
     """
     if len(rows) == 1:
         value_M = rows[0]  # in the dtype that was saved; sums are in fp32

@@ -50,7 +50,7 @@ class LoggedLoss:
             return results
         loss, n_tokens, logged = results
         if not loss.requires_grad or any(value.numel() != 2 for value in logged.values()):
-            return results  # another form; or without a backward pass, which ends the all-reduces
+            return results  # in another form, or without a backward pass to end the all-reduces
         return loss, n_tokens, self._add(loss, logged)
 
     def _add(self, loss: torch.Tensor, logged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,8 +62,8 @@ class LoggedLoss:
 
         Returns:
             What the micro-batch logs, by name. For the first one the averages, of shape (1,), which
-            have their values when the last backward pass has ended. For the others empty tensors:
-            Megatron concatenates those of all micro-batches, and logs the mean.
+            have their values when the last backward pass has ended. For the others tensors of shape
+            (0,): Megatron concatenates the tensors of all micro-batches, and logs the mean.
         """
         if not self._micro_batches:
             self._averages = {
@@ -82,9 +82,9 @@ class LoggedLoss:
 
             def end_with_backward(_: torch.Tensor) -> None:
                 for end in ends:
-                    torch.autograd.Variable._execution_engine.queue_callback(end)  # at its end
+                    torch.autograd.Variable._execution_engine.queue_callback(end)
 
-            loss.register_hook(end_with_backward)  # called as its backward pass begins
+            loss.register_hook(end_with_backward)  # runs as the pass begins, each `end` as it ends
         return returned
 
     def _reduce(self, pairs: list[torch.Tensor], average: torch.Tensor) -> Callable[[], None]:

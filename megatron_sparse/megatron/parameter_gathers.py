@@ -251,7 +251,7 @@ SILENT = (None, NOT_SHARDED, ALONE)
 
 
 def why_raw(group: GroupBuckets) -> str | None:
-    """Returns why a bucket group can only be gathered raw; None if it can be gathered exactly."""
+    """Returns why a bucket group cannot be gathered exactly; None if it can."""
     host, n_ranks = group.host, group.process_group.size()
     if not host.ddp_config.use_distributed_optimizer:
         return NOT_SHARDED
@@ -318,7 +318,7 @@ def _refuse_if_any(method: str, reasons: Sequence[str | None]) -> None:
     """Refuses `parameters.method=exact` or `lossy` where a group has a reason against it.
 
     Raises:
-        ConfigError: names the first reason. A group of one rank has none: it gathers nothing.
+        ConfigError: names the first reason. `ALONE` does not count: such a group gathers nothing.
     """
     found = [reason for reason in reasons if reason not in (None, ALONE)]
     if found:

@@ -199,7 +199,7 @@ class Plugin:
     ) -> None:
         """Passes an iteration to the telemetry; `result` is that of Megatron's `train_step`.
 
-        Reads the loss, at the cost of no further wait: the optimizer has waited for the GPU.
+        Reads the loss, so the host waits for the GPU, as it has in the optimizer's step.
         """
         loss_dict, skipped = result[0], bool(result[1])
         assert self.telemetry is not None
@@ -345,7 +345,7 @@ def _loaded_checkpoint(folder: str, iteration: int) -> Path | None:
     arguments = _arguments()
     own, *temporary = checkpoint_folder.with_temporary(Path(folder), vars(arguments))
     if getattr(arguments, "override_ckpt_iteration", None) is not None:
-        # Megatron loads the newest one; `get_loaded_iteration` knows only permanent checkpoints.
+        # Megatron loads the newest checkpoint; `get_loaded_iteration` knows only permanent ones.
         saved = [get_loaded_iteration(), *map(checkpoint_folder.tracked, temporary)]
         iteration = max(each or 0 for each in saved)
     if iteration <= 0:  # nothing was loaded, or only parameters (a release, --finetune)

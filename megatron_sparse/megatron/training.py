@@ -254,7 +254,7 @@ def _early_exit() -> Iterator[None]:
 
     0: Megatron ended as asked (--exit-interval, --exit-duration, a signal); ignored, so that the
     run goes on to its summary. None: Megatron has printed why it cannot go on, such as a checkpoint
-    that does not fit; a CheckpointError, because Python takes None for success. Others pass.
+    that does not fit; raises CheckpointError, as Python takes None for success. Other codes pass.
     """
     try:
         yield

@@ -173,7 +173,7 @@ def is_fp16(owner: Any) -> bool:
 def scales_loss(optimizer: Any) -> bool:
     """Whether the loss is scaled, and so steps with NaN or Inf are skipped.
 
-    In fp16, and with a static `--loss-scale`, which the unsharded fp32 optimizer ignores.
+    In fp16, or if an optimizer takes a static `--loss-scale`: the unsharded fp32 one ignores it.
     """
     return any(
         is_fp16(part) or getattr(part, "grad_scaler", None) is not None

@@ -127,8 +127,8 @@ class ShardGather[W: Way](ABC):
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
-        # This rank's old bits (exact), or its master or replica (lossy).
-        self._kept_M: torch.Tensor | None = None  # the next gather is raw
+        # Of this rank's shard the old bits (exact), or the master or replica (lossy).
+        self._kept_M: torch.Tensor | None = None  # None: the next gather is raw
         self._number = 0  # of the next gather, the same on all ranks
 
     @property
@@ -388,7 +388,7 @@ class NodeRoutes:
         # For each round i the ranks of the i-th node after this one.
         self._others = [members[(own_node + i) % node_count] for i in range(1, node_count)]
         number = self.here.index(rank)  # this rank's number in its node
-        # Round i: receive from the i-th node after this one, send to the i-th before (`reversed`).
+        # In round i it sends to the i-th node before this one: the i-th in the reversed list.
         self.targets = [ranks[number % len(ranks)] for ranks in reversed(self._others)]
         self.sources = [self._sent_to(rank, ranks) for ranks in self._others]
 

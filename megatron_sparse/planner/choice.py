@@ -120,7 +120,7 @@ class PricedPlanner(Planner):
     # The choice
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The settled scheme, decided here if there is none; in a sampled step never dense."""
+        """The settled scheme, decided here if there is none; in a sampled step always sparse."""
         if bucket.world_size == 1:
             return Choice(DENSE, "one rank")
         state = self._state_of(bucket)

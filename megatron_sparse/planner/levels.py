@@ -142,7 +142,7 @@ class LevelPricing:
                 assumed to be uniform and independent.
 
         Raises:
-            ConfigError: the cluster file lacks a rate, or a node holds parts of two instances.
+            ConfigError: the cluster file lacks a rate, or a node and an instance overlap in part.
         """
         instance_ranks = shape.world_size
         # Ranks with the same number in every instance hold the same shard, which they add up.
