@@ -164,7 +164,7 @@ class Selector:
 
         Changes gradient and residual. With a `wire_dtype` narrower than the gradient's, returns a
         copy in that dtype, and the rounding errors become the new residual. Otherwise returns the
-        gradient, and frees the residual: zeros or, of 16-bit gradients, rounding errors (lost).
+        gradient, and frees the residual: only rounding errors of 16-bit gradients are lost with it.
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         is_narrower = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
@@ -173,7 +173,7 @@ class Selector:
         layout = bucket.layout(sharded=False)
         with timer.stage("prune"):
             residual_N = self.residuals.begin(bucket)
-            # The kernel that prunes, with thresholds below every magnitude: it selects everything.
+            # The pruning kernel selects every element, as each threshold is below all magnitudes.
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, dtype=torch.float32, device=bucket.grad_N.device
             )
@@ -243,7 +243,7 @@ def range_limits(
         zeros_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
         limits_P = Limits(torch.full_like(zeros_P, KEEP_ALL), zeros_P, ties=zeros_P.long())
     else:
-        # Padding (-1) gets the last parameter's name; its own density, 1, ignores the key.
+        # Padding (index -1) takes the last parameter's key, which is not used at density 1.
         names = [bucket.parameters[index].name for index in indices_P]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         # Density 1 gives pieces that are not pruned the threshold `KEEP_ALL`.
@@ -263,7 +263,7 @@ def range_limits(
 
 @lru_cache(TABLES)
 def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
-    """How many elements each segment may send: all of a kept one, the part `density` of others.
+    """How many elements each segment may send: all if it is kept whole, else `density` of them.
 
     For capacity mode (`cuda_ext/slots.py`). The result is cached for the next step; do not write to
     it.

@@ -68,7 +68,7 @@ def resolve_bits(
         ConfigError: a number of bits that the user has set contradicts other keys.
     """
     if compression.value_bits == "auto":
-        # `CompressionConfig.value_bits` lists these cases, all but `enabled=false`.
+        # In each of these cases messages cannot, or need not, hold quantised values.
         is_unpruned = not compression.enabled or compression.given_density == 1
         has_other_format = scheme.format not in QUANTISED_FORMATS or scheme.wire_dtype is not None
         in_full = (

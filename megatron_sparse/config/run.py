@@ -244,7 +244,7 @@ class RunConfig(Checked):
         divides(both_keys, tensor * pipeline, "the number of ranks", ranks)
         divides(tensor_key, tensor, "model.num_query_groups", self.model.query_groups)
         divides(tensor_key, tensor, "the width of the MLP", self.model.ffn_width)
-        # Without a named straggler the rank is null, for which 0 always passes.
+        # If no straggler is named, the rank is null; 0 stands for it, because 0 always passes.
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(pipeline_key, pipeline, "model.num_layers", self.model.num_layers)
         divides(

@@ -138,8 +138,8 @@ class SparseConfig:
 
         Args:
             to: name of the called function, for the error.
-            config: the whole configuration, or a preset's name.
-            overrides: single options, see `from_overrides`; they win over a preset's.
+            config: the whole configuration; a preset's name; or None, the defaults.
+            overrides: single options, see `from_overrides`; they win over a preset or default.
 
         Raises:
             ConfigError: a whole configuration was given together with options; `config` is of

@@ -253,7 +253,7 @@ class DDPState(HostState):
             self._register_finish()
         if self.step and not self._launched:  # a pass begins that is not the first
             self._between_steps()
-        # With its device, a future remembers the CUDA stream of the thread that completes it.
+        # A future with a device makes the waiter's stream wait for that of the completing thread.
         devices: list[Any] = [self._device] if self._device.type == "cuda" else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         if grad_bucket.buffer().layout == torch.sparse_coo:
