@@ -333,7 +333,7 @@ class DDPState(HostState):
             pending.wait()
         self._is_unused = self.residuals.undo  # until a step uses the pass, if it can be undone
         if not self._has_looked_at_loop:
-            self._has_looked_at_loop = True
+            self._has_looked_at_loop = True  # once: a loop usually has its optimizers by now
             for optimizer in refusals.optimizers_of_loop(self._scaler):
                 self._knows_steps |= self._is_updated_by(optimizer)
 
@@ -352,7 +352,7 @@ class DDPState(HostState):
         self._check_attached()
         residuals: dict[str, torch.Tensor] = {}  # by the parameter's name
         if self.config.compression.residual_checkpoint != "none":
-            settled = self._is_unused and self._knows_steps  # else every pass counts as used
+            settled = self._is_unused and self._knows_steps  # else the pass counts as used
             residuals = self._buckets.residuals_by_parameter(settled=settled)
         return self._own() | {
             "step": self.step,
@@ -384,7 +384,7 @@ class DDPState(HostState):
         if self.trials is not None:
             self.trials.load_state_dict(state.get("trials", {}), self.step)
         self.planner.load_state_dict(state.get("planner", {}))
-        self._scale = state["scale"] or 1.0  # None: an earlier version, no scaler or no pass
+        self._scale = state["scale"] or 1.0  # old versions saved None: no scaler, or no pass
         if self._scaler is None:  # a scaler may be loaded later: the next pass reads its scale
             self._follow_scale()
 

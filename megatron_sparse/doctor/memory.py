@@ -148,7 +148,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
             remedy="leave plugin out: plain Megatron has nothing to count",
         )
     if config.cluster.device == "auto":
-        config = preparation.decide(config)  # not for `cuda`: would require GPUs on this machine
+        config = preparation.decide(config)  # not for `cuda`: this would require GPUs here
     config = preparation.with_precision(config)
     vocab_size = config.model.vocab_size or training.find_data(config)[0]
     sparse = with_swept_thresholds(config.sparse)
@@ -185,7 +185,7 @@ def account(
     Measures the buffers of a short bucket on virtual ranks, and scales them to `buckets`.
 
     Args:
-        config: resolved.
+        config: the plugin's configuration, as `with_swept_thresholds` returns it.
         buckets: all buckets of one rank; only their shapes, dtypes and devices are read.
         nodes: for each rank of the group, the index of its node.
         undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
@@ -279,7 +279,7 @@ def bytes_on_virtual_ranks(
     node_sizes = tuple(map(len, members_of(nodes))) * instances
     cluster = VirtualCluster(sum(node_sizes), Topology(node_sizes, NO_TIME, NO_TIME))
     residual_dtype = RESIDUAL_DTYPES[config.compression.residual_dtype]
-    # Of each virtual rank.
+    # For each virtual rank: its reducer, its residual, and a copy of the bucket for its gradient.
     ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
     for groups in virtual_groups(cluster, choice, instances):
         residuals = ResidualStore(residual_dtype)
@@ -381,7 +381,7 @@ def _allpairs_nbytes(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
 def _workspace(
     config: SparseConfig, bucket: Bucket, message: int, gathered: int, encoded: int
 ) -> int:
-    """Bytes of scratch memory of two encoders: one may encode a selection while one does a sum.
+    """Scratch bytes of two encoders: one may encode a selection while the other encodes a sum.
 
     The scratch memory for sampling thresholds is smaller, except in small models, and left out.
 
@@ -389,7 +389,7 @@ def _workspace(
         config: see `bytes_on_virtual_ranks`.
         bucket: the bucket, or the part of it, that a rank selects from.
         message: bytes of the buffer of a rank's encoded selection.
-        gathered: bytes of the buffer of all ranks' encoded sums; each rank encodes its own shard's.
+        gathered: bytes of the buffer of all ranks' encoded sums; a rank encodes its shard's sum.
         encoded: bytes of the buffer of one encoded sum of the whole bucket.
     """
     planner, ranks = Planner(config.compression, config.scheme), bucket.world_size

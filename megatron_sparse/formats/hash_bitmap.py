@@ -126,7 +126,7 @@ def add_(
         found = hash_ops.bitmap_pack(as_dtype(dense, place.value_dtype), words, values)
         check_fields(rank, ("nnz", found, nnz))
         values = values[: nnz * value_bytes]
-    # `found`: for "nnz" how many bits are set; for "bitmap", a bit too far, how many positions.
+    # "nnz": `found` bits are set, not nnz. "bitmap": a bit is set beyond the `found` positions.
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
     if field == "nnz":
         raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)

@@ -94,7 +94,7 @@ def accumulate_(
     if bool((indices_K[1:] <= indices_K[:-1]).any()):
         raise wrong_field(rank, "indices", "strictly ascending elements", "others")
     h0, partition = place.partition_hash, place.partition
-    low, high = int(indices_K[0]), int(indices_K[-1])  # ends, as they ascend
+    low, high = int(indices_K[0]), int(indices_K[-1])  # the extremes, as they ascend
     if low < 0 or high >= h0.numel:
         raise wrong_field(rank, "indices", f"0 to {h0.numel - 1}", low if low < 0 else high)
     position_K = h0.locate(partition, indices_K)

@@ -52,8 +52,8 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
         epoch: a number that both sides know, such as the step; taken modulo 2^32.
 
     Returns:
-        A 1-D uint8 tensor on the same device, at most `most_bytes` long, a multiple of 16. On CUDA
-        the CPU waits for its length; the bytes are those of the CPU.
+        A 1-D uint8 tensor on the same device, at most `most_bytes` long, a multiple of 16. Its
+        bytes are the same on a CPU and a GPU. On CUDA the CPU waits for its length.
 
     Raises:
         ExtensionError: the tensors do not fit.
@@ -72,7 +72,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
     room_bytes = refusing(overload("moves_room"), new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
-    # The record is at the begin of `out`; `size` is its length.
+    # The record takes the first `size` bytes of `out`.
     size = call("moves_encode", old, new, epoch % 2**32, out)
     # A copy: a view would keep all of `out` alive, which is as large as the numbers.
     return out[: int(size)].clone()
@@ -100,8 +100,8 @@ def decode_moves_(
 
     Raises:
         WireFormatError: a record is damaged, truncated, of another epoch, dtype or length; names
-            the wrong field of the first such record. Its numbers are then unchanged; those of other
-            records too if the field is in a header, else they may be new.
+            the wrong field of the first such record. Its numbers are then unchanged. So are those
+            of other records if a header is wrong; if a payload is, they may be new already.
         ExtensionError: an argument is no such tensor.
     """
     if ranks is None:

@@ -31,7 +31,7 @@ def encode_difference(
 
     Args:
         new: 1-D, contiguous, fp32, on the CPU; only read.
-        old: as long; only read.
+        old: like `new`, and of the same length; only read.
         bits: for each code, one of `wire.QUANTISED_BITS`.
         epoch: a number that both sides know; taken modulo 2^32.
 

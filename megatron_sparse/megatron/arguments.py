@@ -136,7 +136,7 @@ def derived_flags(
         "log_interval": 10,  # iterations; Megatron's default of 100 is long for a first look
         # Megatron would look for NVIDIA's package one_logger, which is not public, at every start.
         "no_one_logger": True,
-        # Megatron has no switch for validation: its interval may not be 0, its iterations may.
+        # Megatron refuses an interval of 0, so validation is turned off by 0 iterations of it.
         "eval_interval": training.eval_interval or training.iterations,
         "eval_iters": training.eval_iters if training.eval_interval else 0,
     }
@@ -330,7 +330,7 @@ def command_line(
     arguments = list(itertools.chain.from_iterable(chosen.values()))
     try:
         parser.parse_args(arguments)
-    except (AssertionError, ValueError, KeyError) as error:  # by Megatron's own argument types
+    except (AssertionError, ValueError, KeyError) as error:  # from Megatron's own types
         parser.error(f"{type(error).__name__}: {error}")  # `_Parser` raises a ConfigError
     return arguments
 

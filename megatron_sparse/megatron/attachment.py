@@ -240,7 +240,7 @@ class Attachment(HostState):
         Cost: one all-reduce of every bucket in fp32, and a buffer of a bucket's size.
         """
         if self._optimizer is None:
-            return
+            return  # without a bound optimizer the residuals have no undo copies to restore
         corrections = self.residuals.take_apart(self.config.compression.leak)
         with summed_over_replicas(self.chunks):
             for group in self.groups:

@@ -171,7 +171,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle = handle
         else:
             handle.wait()
-        self.param_gather_dispatched = True
+        self.param_gather_dispatched = True  # as Megatron's own method does at its end
 
     def _prepare_buckets(self) -> None:
         """Runs Megatron's `start_grad_sync` with process groups of this rank alone.
