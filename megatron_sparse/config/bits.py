@@ -34,7 +34,7 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
     """Whether the schemes that the user has named need values in full.
 
     They do if one of them is sparse and cannot quantise, because quantised values would exclude it
-    from the planner's choice; or if all of them are dense.
+    from the planner's choice; or if all of them are in `DENSE_SCHEMES`, which never quantise.
 
     Args:
         scheme: `scheme.name`.
@@ -68,7 +68,7 @@ def resolve_bits(
         ConfigError: a number of bits that the user has set contradicts other keys.
     """
     if compression.value_bits == "auto":
-        # In each of these cases messages cannot, or need not, hold quantised values.
+        # With these keys `auto` sends values in full; see `CompressionConfig.value_bits`.
         is_unpruned = not compression.enabled or compression.given_density == 1
         has_other_format = scheme.format not in QUANTISED_FORMATS or scheme.wire_dtype is not None
         in_full = (

@@ -294,7 +294,7 @@ class RunConfig(Checked):
 
     @property
     def batch_ranks(self) -> int:
-        """Into how many parts a batch is divided: context-parallel ranks share their samples."""
+        """Into how many parts a batch is divided; context-parallel ranks have the same samples."""
         context = self.megatron.get("context_parallel_size", 1)
         is_valid = isinstance(context, int) and context > 0 and self.data_parallel % context == 0
         # Any other value is ignored here, because Megatron itself refuses it.

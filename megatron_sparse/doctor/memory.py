@@ -94,7 +94,7 @@ def run(overrides: Sequence[str], json: Path | None = None) -> None:
         ConfigError: the configuration is wrong, or it trains without the plugin.
         DatasetError: neither the model nor the data gives a vocabulary.
     """
-    # Imported here, so that `account` also works without rich, for a comparison on a GPU machine.
+    # Imported here, so that `account` can be called where rich is not installed.
     from rich.markup import escape
 
     from megatron_sparse.doctor.checks import console, table
@@ -370,7 +370,7 @@ def _allpairs_nbytes(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
     added up in one more buffer, in fp32.
     """
     members = len(choice.nodes[0]) if choice.nodes else bucket.world_size
-    # A reduce-scatter adds up the shards of one node's ranks at a time: a piece is one shard.
+    # A reduce-scatter takes `members` adjacent shards at a time, so a piece is one shard.
     scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
     piece_numel = bucket.numel // (bucket.world_size if scatters else members)
     element_bytes = bucket.grad_N.element_size()

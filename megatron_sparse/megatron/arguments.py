@@ -136,7 +136,7 @@ def derived_flags(
         "log_interval": 10,  # iterations; Megatron's default of 100 is long for a first look
         # Megatron would look for NVIDIA's package one_logger, which is not public, at every start.
         "no_one_logger": True,
-        # Megatron refuses an interval of 0, so validation is turned off by 0 iterations of it.
+        # Megatron divides by the interval, so 0 iterations turn validation off, not 0 as interval.
         "eval_interval": training.eval_interval or training.iterations,
         "eval_iters": training.eval_iters if training.eval_interval else 0,
     }
