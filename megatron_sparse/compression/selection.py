@@ -243,7 +243,7 @@ def range_limits(
         zeros_P = torch.zeros(len(pruned_P), dtype=torch.float32, device=device)
         limits_P = Limits(torch.full_like(zeros_P, KEEP_ALL), zeros_P, ties=zeros_P.long())
     else:
-        # Padding (index -1) takes the last parameter's key, which is not used at density 1.
+        # Padding (index -1) takes the last parameter's key; its own density, 1, needs no samples.
         names = [bucket.parameters[index].name for index in indices_P]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         # Density 1 gives pieces that are not pruned the threshold `KEEP_ALL`.
@@ -263,7 +263,7 @@ def range_limits(
 
 @lru_cache(TABLES)
 def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
-    """How many elements each segment may send: all if it is kept whole, else `density` of them.
+    """How many elements each segment may send: all if it is kept whole, else the part `density`.
 
     For capacity mode (`cuda_ext/slots.py`). The result is cached for the next step; do not write to
     it.

@@ -68,7 +68,7 @@ def resolve_bits(
         ConfigError: a number of bits that the user has set contradicts other keys.
     """
     if compression.value_bits == "auto":
-        # With these keys `auto` sends values in full; see `CompressionConfig.value_bits`.
+        # The cases that `CompressionConfig.value_bits` lists for null, and `enabled=false`.
         is_unpruned = not compression.enabled or compression.given_density == 1
         has_other_format = scheme.format not in QUANTISED_FORMATS or scheme.wire_dtype is not None
         in_full = (

@@ -155,7 +155,7 @@ class CompressionConfig(Checked):
         return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
-        """Returns a copy in which null `warmup_iters` and `ramp_iters` suit a run of `iterations`.
+        """Returns a copy with null `warmup_iters` and `ramp_iters` set for a run of `iterations`.
 
         Example:
             >>> short = CompressionConfig().in_run_of(1000)
@@ -166,7 +166,7 @@ class CompressionConfig(Checked):
             (700, 2300)
         """
         warmup, ramp = self.warmup_iters, self.ramp_iters
-        # The ramp's length depends on the density, so with density=auto it stays null for now.
+        # The ramp depends on the density: with density=auto it stays null until that is chosen.
         if ramp is None and self.density != "auto":
             tenths, longest = self._longest_ramp
             ramp = min(longest, iterations * tenths // 10)

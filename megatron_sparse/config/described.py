@@ -53,7 +53,7 @@ class Key:
 
 
 def first_sentence(text: str) -> str:
-    """The text up to its first semicolon or full stop; those of `e.g.` and `i.e.` do not count.
+    """The text up to its first semicolon or full stop, if any; `e.g.` and `i.e.` do not count.
 
     Example:
         >>> first_sentence("any flag, e.g. `seed`. Not ours.")

@@ -59,7 +59,7 @@ def hierarchical_hash(
 ) -> Partitioned:
     """Groups a rank's entries by partition with Algorithm 1; partition i is for server i.
 
-    In the paper all n partitions share one memory: for K entries r1 = 2 |G| d_G = 2 K slots, with
+    The paper has one memory for all n partitions: for K entries r1 = 2 |G| d_G = 2 K slots, with
     r2 = r1 / 10 and k = 3. Here each partition has its own: by default r1 = 2 K / n, r2 = r1 / 10.
 
     An entry that finds the serial memory of its partition full is set aside. Afterwards that serial

@@ -136,7 +136,7 @@ def derived_flags(
         "log_interval": 10,  # iterations; Megatron's default of 100 is long for a first look
         # Megatron would look for NVIDIA's package one_logger, which is not public, at every start.
         "no_one_logger": True,
-        # Megatron divides by the interval, so 0 iterations turn validation off, not 0 as interval.
+        # Validation is off with 0 iterations. The interval may not be 0: Megatron divides by it.
         "eval_interval": training.eval_interval or training.iterations,
         "eval_iters": training.eval_iters if training.eval_interval else 0,
     }
@@ -330,7 +330,7 @@ def command_line(
     arguments = list(itertools.chain.from_iterable(chosen.values()))
     try:
         parser.parse_args(arguments)
-    except (AssertionError, ValueError, KeyError) as error:  # from Megatron's own types
+    except (AssertionError, ValueError, KeyError) as error:  # from Megatron's argument types
         parser.error(f"{type(error).__name__}: {error}")  # `_Parser` raises a ConfigError
     return arguments
 

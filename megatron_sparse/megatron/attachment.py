@@ -166,7 +166,7 @@ class Attachment(HostState):
             self._sums,
             self.sink,
             end=self._step_ended,
-            inner_s=lambda: self.parameters.waited_s,  # these waits are recorded as `param_wait`
+            inner_s=lambda: self.parameters.waited_s,  # waits that count as `param_wait` instead
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
