@@ -102,7 +102,7 @@ def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Me
         first_ranks = [ranks[0] for ranks in nodes]
         measured["inter"] = yield from _measure_rings(transport, [first_ranks], sweep, clock)
         nic = yield from _measure_nic(transport, nodes, sweep, clock)
-    either = next(iter(measured.values()))  # any two ranks have one of the two kinds
+    either = next(iter(measured.values()))  # at least one of the two kinds was measured
     sizes = tuple(len(ranks) for ranks in nodes)
     return Topology(sizes, measured.get("intra", either), measured.get("inter", either), nic)
 
@@ -130,7 +130,7 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     pairs = list(zip(message_bytes, times_s, strict=True))
     large_pairs = [pair for pair in pairs if pair[0] > SMALL_BYTES]
     large, large_s = zip(*large_pairs, strict=True)
-    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # 6 digits, for readers of the file
+    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # 6 digits keep the file legible
     beta_s = slope if slope > 0 else times_s[-1] / message_bytes[-1]
     alphas_s = [spent_s - beta_s * size for size, spent_s in pairs if size <= SMALL_BYTES]
     return Link(max(median(alphas_s), 0.0), beta_s)
@@ -239,12 +239,12 @@ def _measure_rings(
 def _measure_nic(
     transport: Transport, nodes: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[str]:
-    """Measures what has a network port: each `rank`, or each `node`, whose ranks then share it."""
+    """Measures whether each `rank` has a network port, or each `node` one that its ranks share."""
     lanes = min(map(len, nodes))
-    if lanes == 1:
+    if lanes == 1:  # some node has one rank: there is no second ring to compare with
         return "rank"
     largest_only = LinkSweep(sweep.message_bytes[-1:], sweep.repeats, sweep.rounds)
-    # Each ring, a lane, has one rank of every node.
+    # Each ring is a lane: it has one rank of every node.
     rings = [[ranks[lane] for ranks in nodes] for lane in range(lanes)]
     (one_s,) = yield from ring_times(transport, rings[:1], largest_only, clock)
     (all_s,) = yield from ring_times(transport, rings, largest_only, clock)
@@ -253,7 +253,7 @@ def _measure_nic(
 
 
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
-    """The alpha and beta of one of the 2 (n - 1) rounds of the backend's all-reduce, as a ring."""
+    """The alpha and beta of one round of the backend's all-reduce, seen as a ring of 2 (n - 1)."""
     n = transport.world_size
 
     def all_reduce(values_N: torch.Tensor) -> Iterable[Work]:
@@ -262,7 +262,7 @@ def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Meas
 
     round_bytes, times_s = [], []
     for nbytes in sweep.message_bytes:
-        piece = nbytes // 8  # fp32 elements of a message, `nbytes` / 2 bytes
+        piece = nbytes // 8  # fp32 elements of the ring's messages: half of `nbytes` each
         values_N = torch.zeros(n * piece, dtype=torch.float32, device=transport.device)
         action = partial(all_reduce, values_N)
         spent = yield from timed(transport, sweep.repeats, clock, action)

@@ -124,13 +124,13 @@ class Planner:
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in `step`: dense or quantised in some phases, else `_choose`.
+        """The plan of `bucket` in `step`: the phase may demand a dense or a quantised one.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
         """
         check_capacity(self._scheme)
-        check_op(self._scheme, PlannerConfig(), bucket.op)  # with `auto` it refuses nothing
+        check_op(self._scheme, PlannerConfig(), bucket.op)  # with no schemes listed, `auto` passes
         phase, density = phase_and_density(self._compression, step)
         value_bits = self._compression.given_value_bits
         if self.is_trial and phase is not Phase.OFF:
@@ -172,7 +172,7 @@ class Planner:
         return always_quantises or self._compression.given_value_bits is not None
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The scheme of other steps: the configured one; for `auto` the one of fewest bytes."""
+        """The scheme where the phase demands none: the configured one; by bytes for `auto`."""
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")

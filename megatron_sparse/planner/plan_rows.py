@@ -144,8 +144,8 @@ def rows(
 ) -> list[Row]:
     """The rows for a run (`of_run`) or for bucket sizes (`of_sizes`); exactly one is given.
 
-    Without `pricing` a run's plan is shown as the run wrote it. That is refused with `ranks`, and
-    with `anew`: the user names schemes or bits, which need new prices.
+    Without `pricing` a run's plan is shown as the run wrote it. That is refused with `ranks` or
+    `anew` (the user names schemes or bits): they need new prices.
 
     Raises:
         ConfigError: not exactly one of `run` and `sizes` is given, an argument that it needs is

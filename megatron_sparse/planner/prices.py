@@ -50,11 +50,11 @@ def predict(
         shape: the bucket; with `lanes`, that of a lane, which is priced on its share of the links.
         profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
             bucket or only the pruned part.
-        cluster: the costs of links, codecs and CPU, of all ranks, those of other lanes too.
-        options: of the scheme, as its collective gets them.
+        cluster: the costs of links, codecs and CPU; it has the ranks of all lanes.
+        options: the scheme's options, as its collective gets them.
 
     Returns:
-        A MODEL: of the links, of local work that they do not hide, and of the CPU.
+        A MODEL's seconds: of the links, of local work that they do not hide, and of the CPU.
 
     Raises:
         ConfigError: the scheme is unknown, lacks `shape.op`, or does not fit the options; the
@@ -111,17 +111,17 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
     number in the k nodes, a lane, exchange them compressed. `instance` is the same with instances
     of the distributed optimizer instead of nodes.
 
-    All lanes exchange at the same time. Where the ranks of a node share its network card
-    (`Topology.nic` is `node`: alpha and beta of `inter` are then the card's), a lane gets an even
-    share of it: its beta is that of the card, times the lanes that the node's ranks are in. Where
-    each rank has a card of its own (`rank`), a lane has its rank's card to itself. The backend's
-    own collective (`dense`) is a ring over all ranks with one link out of each node: its beta grows
-    in the same way, and is at least that of the lane's `inter`.
+    All lanes exchange at the same time. If the ranks of a node share its network card,
+    `Topology.nic` is `node`, and `inter` is the card's link. A lane then gets an even share of the
+    card: its beta is the card's, times the number of lanes that the node's ranks are in. If each
+    rank has its own card (`nic` is `rank`), a lane has its rank's card to itself. The backend's own
+    collective (`dense`) is a ring over all ranks with one link out of each node: its beta grows in
+    the same way, and is at least that of the lane's `inter`.
 
     Args:
         cluster: of all `lanes` x `ranks` ranks.
         lanes: ranks of a node or instance, each in a lane of its own.
-        ranks: of the lane: nodes or instances.
+        ranks: of the lane, one for each node or instance.
 
     Raises:
         ConfigError: a node holds a part of an instance and a part of another one.

@@ -87,7 +87,7 @@ class RankClocks:
     def _round(self, each: Round) -> None:
         """Moves the clocks on by one round, in which every rank has ports of its own.
 
-        A rank ends it when its work is done, its own message has left and the one to it is there.
+        A rank ends it when its work is done, its own message has left and the one to it has come.
         """
         senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
@@ -106,9 +106,9 @@ class RankClocks:
         self.now_n = np.maximum(self.now_n + each.meanwhile_n, done_n)
 
     def wait_for(self, others: RankClocks) -> None:
-        """All ranks wait for a phase that some of them run on clocks of its own, `others`.
+        """All ranks wait for a phase that some of them run; `others` are its clocks, from 0 on.
 
-        The phase begins, at 0 on its clocks, when the slowest of all ranks is ready.
+        The phase begins when the slowest of all ranks is ready.
         """
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
@@ -227,9 +227,9 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     """The time of an exchange in which all ranks send to all: (alpha, seconds a byte of a message).
 
     A `VirtualCluster` starts messages by rank, as soon as both ports are free. If each rank has its
-    own ports, the messages of n ranks take p - 1 turns, p being the least power of two from n on;
-    fewer turns are possible where n is below p. A port that the ranks of a node share takes the sum
-    of all messages that cross it.
+    own ports, the messages of n ranks take p - 1 turns, where p is n rounded up to a power of two
+    (if n < p, a better order would need fewer turns). A port that the ranks of a node share takes
+    the sum of all messages that cross it.
     """
     n, sizes = topology.world_size, topology.node_sizes
     largest = max(sizes)
@@ -239,7 +239,7 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
     if len(sizes) > 1 and topology.nic == "node":
         between = max(size * (n - size) for size in sizes) * topology.inter.beta_s
     elif len(sizes) > 1:
-        between = (_next_power(n) - largest) * topology.inter.beta_s  # all turns but largest - 1
+        between = (_next_power(n) - largest) * topology.inter.beta_s  # largest - 1 turns are inside
     alpha_s = max(
         topology.intra.alpha_s if largest > 1 else 0.0,
         topology.inter.alpha_s if len(sizes) > 1 else 0.0,

@@ -139,7 +139,7 @@ class ClusterModel:
             raise ConfigError("nodes is empty", expected="ranks on each node", got=self.nodes)
         for number, ranks in enumerate(self.nodes):
             in_range(f"nodes[{number}]", ranks, 1, math.inf, integer=True)
-        # 4.0 passes as a whole number. The dataclass is frozen.
+        # 4.0 has passed as a whole number. A frozen dataclass is changed by `object.__setattr__`.
         object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
         for kind in ("intra", "inter", "dense"):
             link = getattr(self, kind)
@@ -305,7 +305,7 @@ class ClusterModel:
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # One line for each rate. In field order: a file cut off in `codec` lacks the keys after it.
+        # A line a rate. In field order, so that a file cut off in `codec` lacks keys: not loaded.
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )
@@ -347,8 +347,8 @@ def find(name_or_path: str | Path) -> ClusterModel:
 def _on_this_side(rates: Sequence[CodecRate], density: float) -> Sequence[CodecRate]:
     """The rates on the side of `PAIRS_END` where `density` lies: of pairs below, of bitmaps above.
 
-    A rate at `PAIRS_END`, on the line through the nearest two, is added. If fewer than two lie
-    on that side, all `rates` are returned.
+    A rate extrapolated to `PAIRS_END` from the nearest two is added, because the time jumps there.
+    If fewer than two rates lie on that side, all `rates` are returned.
     """
     is_pairs = density < PAIRS_END
     side = [rate for rate in rates if (rate.density < PAIRS_END) is is_pairs]

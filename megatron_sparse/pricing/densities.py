@@ -48,9 +48,9 @@ class SumDensities:
     ) -> None:
         self._profile, self._shape = profile, shape
         self._ranks_each, self._lanes = ranks_each, lanes
-        # `_partitions` by its arguments: schemes ask for the same ones in every round.
+        # Results of `_partitions` by its arguments; schemes ask for the same ones in every round.
         self._known: dict[tuple[int, int], np.ndarray] = {}
-        # The fraction of elements that are always kept: to take off if the profile includes them.
+        # The fraction of elements that are always kept, to subtract if the profile includes them.
         self._kept = 0.0
         if 0 < shape.kept_numel < shape.numel and profile.numel != shape.pruned_numel:
             self._kept = shape.kept_numel / shape.numel
@@ -82,7 +82,7 @@ class SumDensities:
         by_size, measured_ranks = profile.block_density, 1
         if ranks > 1:
             by_size, measured_ranks = profile.sum_block_density, profile.world_size
-        # Fitted on the whole bucket, which was measured, cut finely enough to show its skewness.
+        # The fit is on the whole bucket, as the measurement was; fine parts show its skewness.
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
@@ -123,8 +123,8 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     """The profile without the skewness that chance alone adds to the densest partition.
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
-    the fraction q / sqrt(m) above the mean, q being the largest of p normal numbers. The fullest is
-    another partition on every rank and in every step. A clump: see `_clump_numel`.
+    the fraction q / sqrt(m) above the mean, q being the largest of p normal numbers. Chance
+    makes another partition the fullest on each rank and in each step. A clump: see `_clump_numel`.
     """
     clumps = profile.numel / _clump_numel(profile)
 
@@ -191,7 +191,7 @@ def _independent_elements(density_P: np.ndarray, fraction: float, block_size: in
         return float(-np.expm1(elements * log_empty_P).mean())
 
     low, high = 0.0, float(block_size)
-    if filled(high) <= fraction:
+    if filled(high) <= fraction:  # a block has no more elements
         return high
     for _ in range(50):  # halvings: exact to fp64
         middle = (low + high) / 2

@@ -168,9 +168,9 @@ class DryRun:
         self.shifts([(step, nbytes, 0.0)])
 
     def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
-        """Runs rounds (rank r sends to r - step) of (step, bytes sent, seconds of work meanwhile).
+        """Runs rounds, each (step, bytes sent, seconds of work meanwhile): r sends to r - step.
 
-        Bytes and seconds are one number for all ranks, or an array with one for each rank.
+        Bytes and seconds are one number for all ranks r, or an array with one for each rank.
         """
         ranks_n = self.clocks.ranks_n
         targeted = [((ranks_n - step) % self.n, sent, local) for step, sent, local in rounds]

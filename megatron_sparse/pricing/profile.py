@@ -112,10 +112,10 @@ class SparsityProfile:
             return 0.0
         if any(k < ranks and density >= 1 for k, density in points.items()):
             return 1.0  # fewer ranks already have every element
-        # More than all elements but half of one counts as that: at density 1, u would be infinite.
+        # Densities are limited to half an element below 1, because u would be infinite at 1.
         most = 1 - 0.5 / max(self.numel, 1)
         known = sorted(points)
-        if len(known) == 1:
+        if len(known) == 1:  # only one rank was measured: ranks count as independent
             return -math.expm1(ranks * math.log1p(-min(points[1], most)))
         # The two measured points around `ranks`, or the last two.
         right = min(max(bisect_left(known, ranks), 1), len(known) - 1)

@@ -161,7 +161,7 @@ def _by_position(density: Density, value_bytes: int) -> Density:
 
 
 def each(function: Callable[[float], float], density: Density) -> Density:
-    """Applies a function to a density, or to each of an array, once to equal ones (12 digits)."""
+    """Applies a function to a density, or to each of an array's; once if equal in 12 decimals."""
     if np.ndim(density) == 0:
         return function(float(density))
     values, indices = np.unique(np.round(density, 12), return_inverse=True)
@@ -208,7 +208,7 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
     """Bytes an element of a long Rice record, or of its slot, by the formulas of the module."""
     if density < 1e-15:  # a density of 0, or what rounding has left of it: no bucket has so little
         return 0.0
-    parameter, span = _rice_parameter(density), rice_span(density)
+    parameter, log2_span = _rice_parameter(density), rice_span(density)
     gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))  # of an entry's position
     chunk_bits = CHUNK_BITS
     if fixed:
@@ -216,8 +216,8 @@ def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
         # Quantised values, of less than 2 bytes, have a section for each bit and one for scales:
         # each of these has one word more in a chunk.
         section_words = math.ceil(8 * value_bytes) if value_bytes < 2 else 0
-        chunk_bits = 64 + 32 * (span + section_words)  # the table's row; a word for each plane
-    return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span
+        chunk_bits = 64 + 32 * (log2_span + section_words)  # a row of the table, and whole words
+    return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**log2_span
 
 
 def _rice_parameter(density: float) -> int:

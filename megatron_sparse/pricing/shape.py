@@ -59,7 +59,7 @@ class BucketShape:
         return self.numel - self.kept_numel
 
     def lane(self, lanes: int) -> BucketShape:
-        """The shape of the part of one of `lanes` lanes; a node, or instance, has a rank in each.
+        """The shape of one lane's part; each node, or instance, has one rank in each of the lanes.
 
         Example:
             >>> shape = BucketShape(1000, 0, 4, CollectiveOp.ALL_REDUCE, 8)

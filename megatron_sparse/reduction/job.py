@@ -356,7 +356,7 @@ class Pending[T]:
                     self._mark_queued()
             self.host_cpu_s += time.thread_time() - cpu_s
             self.host_wall_s += time.perf_counter() - wall_s
-            if ended:  # after the times are added, which whoever waits for the end may read
+            if ended:  # only now: threads that wait for the end read the times added above
                 self.end(None)
         return not ended
 

@@ -154,7 +154,7 @@ class Level:
 
         The record gets the bytes that this rank sends.
         """
-        yield from ()  # at level `rank` nothing: it only makes this a stage
+        yield from ()  # does nothing at level `rank`; makes this a generator
 
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord

@@ -173,7 +173,7 @@ class ProgressThread(Progress):
         try:
             if not pending.step(self._wake_up):
                 self._running.remove(pending)
-        except BaseException as error:  # raised in the thread that calls `Pending.wait`
+        except BaseException as error:  # kept: `Pending.wait` raises it in the waiting thread
             self._fail(pending, error)
 
     def _fail(self, failed: Pending, error: BaseException) -> None:
@@ -241,7 +241,7 @@ class InOrderProgress(Progress):
                     may_move.clear()
                 if not pending.step(may_move.set):
                     return
-        except BaseException as error:  # raised in the thread that calls `Pending.wait`
+        except BaseException as error:  # kept: `Pending.wait` raises it in the waiting thread
             if self._broken is None:
                 announce(pending, error)
                 self._broken = error

@@ -352,7 +352,7 @@ class GradientReducer:
             self._config.scheme,
             straggler=record.straggler,
             averages=job.backend_divides,
-            is_agreed=bucket.name in self._sent_while_off,
+            is_agreed=bucket.name in self._sent_while_off,  # an earlier step has compared the ranks
         )
         # The configured value, not `HostState.enabled`, which may change between any two steps.
         if self._config.compression.enabled:
@@ -386,8 +386,8 @@ class GradientReducer:
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
         """Completes the record with sizes.
 
-        Only now, because with `scheme.capacity` the collective reads nnz, the number of selected
-        elements, from the device.
+        They are complete only after the collective: with `scheme.capacity` it reads nnz, the number
+        of selected elements, from the device.
         """
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes

@@ -41,7 +41,7 @@ class PendingRows(Pending[torch.Tensor]):
             A coalesced sparse COO tensor [R, D], bit-identical on all ranks.
         """
         reduced = super().wait()
-        # Allocated on the driver's stream: not to be reused there while this stream reads it.
+        # The driver's stream allocated them and must not reuse them while this stream reads them.
         used_here([reduced.indices(), reduced.values()])
         return reduced
 
@@ -91,7 +91,7 @@ class RowSparseReducer:
             DependencyError, ExtensionError: the GPU has no kernels (`check_kernels`).
         """
         check_coo(gradient)
-        # The gradient as a dense bucket, without memory: for the record's sizes.
+        # A dense bucket of the gradient's shape, without memory, from which the sizes are taken.
         whole = stand_in(name, gradient.shape, gradient.dtype, self.transport.world_size)
         record = BucketRecord(
             bucket=name,

@@ -103,8 +103,8 @@ class SettingTrials:
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
         # Before the trials the run uses the second preset, which sends every element in 4 bits (or
-        # the first, if the budget allows no other). If the user's warm-up is too short for these
-        # steps, they count as a trial: `_apply` then sets neither a warm-up nor a ramp.
+        # the first, if the budget allows no other). A warm-up shorter than FEWEST_STEPS would end
+        # before the trials, and a ramp could begin: so these steps count as a trial, with neither.
         first = self._names[min(1, len(self._names) - 1)]
         self._apply(first, is_trial=given.warmup < FEWEST_STEPS)
         self._no_trials = self._why_no_trials()

@@ -42,7 +42,7 @@ def opened(message: bytes) -> bytes:
 
 
 def _with_sums(message: bytes, sign: int) -> bytes:
-    """The message with `sign` times the payload's sum added to each header's checksum."""
+    """The message with each payload's sum added to its header's checksum; `sign` -1 subtracts."""
     data, position = bytearray(message), 0
     while position + HEADER_BYTES <= len(data):
         (size,) = struct.unpack_from("<Q", data, position + _SIZE_AT)

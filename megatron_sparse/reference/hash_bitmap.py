@@ -23,7 +23,7 @@ def encode(
     Its payload is a bitmap and the non-zero values, or all values where these are not larger.
 
     Args:
-        gradient: the whole segment, as in the paper.
+        gradient: the whole segment; `elements` are taken from it.
         elements: those of the partition, in the order of their positions.
         hash_fields: number of the partition, number of partitions, and seed of the hash.
         offset: the segment's first element in the bucket.
@@ -36,9 +36,8 @@ def encode(
         bits[position // 8] |= 1 << position % 8
     bitmap = padded(bytes(bits)) + padded(values[nonzero])
     dense = padded(values)
-    # The codes of the forms: 0 bitmap, 1 dense.
-    form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
-    sub_header = struct.pack("<IIQIIQ", *hash_fields, 0, form, len(elements))  # field `hash` is 0
+    form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)  # 0 bitmap, 1 dense
+    sub_header = struct.pack("<IIQIIQ", *hash_fields, 0, form, len(elements))  # hash 0: permutation
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
     header = Header(
         format=FORMAT_HASH_BITMAP,

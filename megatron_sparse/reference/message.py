@@ -38,17 +38,17 @@ def encode(
     """
     value_dtype, wanted_format = spec.value_dtype, spec.record_format
     records = []
-    for (begin, end), keep, nnz in zip(
+    for (begin, end), is_always_dense, nnz in zip(
         pairwise(segments.offsets.tolist()), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
         grad = grad_N[begin:end]
-        kept = grad.ne(0)  # also if rounding below makes an element zero
+        kept = grad.ne(0)  # includes elements that the rounding below makes zero
         values = grad
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
         chosen, payload = FORMAT_DENSE, padded(values)
         wanted = (FORMAT_COO, FORMAT_PICI) if wanted_format == FORMAT_ADAPTIVE else (wanted_format,)
-        for sparse in wanted if not keep else ():  # a kept segment is always dense
+        for sparse in () if is_always_dense else wanted:
             candidate = _sections(sparse, values, kept, spec)
             if len(candidate) < len(payload):
                 chosen, payload = sparse, candidate

@@ -48,7 +48,7 @@ def encode(
         index_K: int64, their elements in the segment, ascending; without indices all elements.
         place: the range of the segment's elements in the bucket.
         spec: dtype, chunk size and step of the record.
-        nnz: the count for the header; None for K.
+        nnz: how many values are not zero, for the header; None for K.
 
     Returns:
         Header and sections; and fp32 residual_K, x minus the value that decoders add, 0 where that
@@ -188,7 +188,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
     gap_K = np.diff(index_K, prepend=-1) - 1
     # Rice's code of a gap: r bits of remainder, as planes, and the quotient in unary.
     ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many 0 bits, then a 1
-    bits = np.zeros(_planes_of(int(ones_K[-1]) + 1) * PLANE, np.uint8)  # whole words
+    bits = np.zeros(_plane_words(int(ones_K[-1]) + 1) * PLANE, np.uint8)  # whole words
     bits[ones_K] = 1
     unary = np.packbits(bits, bitorder="little").view("<u4")
     return np.concatenate([planes(gap_K & (1 << r) - 1, r), unary])
@@ -201,7 +201,7 @@ def planes(numbers_K: np.ndarray, bits: int) -> np.ndarray:
         >>> planes(np.array([1, 2, 3]), 2).tolist()
         [5, 6]
     """
-    padded = np.zeros(_planes_of(numbers_K.size) * PLANE, np.uint32)
+    padded = np.zeros(_plane_words(numbers_K.size) * PLANE, np.uint32)
     padded[: numbers_K.size] = numbers_K
     # rows[g, p, i] is bit p of number i of the g-th 32.
     rows = padded.reshape(-1, 1, PLANE) >> np.arange(bits, dtype=np.uint32).reshape(1, -1, 1) & 1
@@ -248,7 +248,7 @@ def read_chunk(
     if spec.without_indices:
         return np.arange(numel), _read_values(words, entries, spec.value_dtype)
     r = rice_parameter(numel, entries) if entries else 0
-    unary_at = values_end + r * _planes_of(entries)
+    unary_at = values_end + r * _plane_words(entries)
     # A chunk with entries has at least one word of unary code; one without entries has no words.
     fits = len(words) > unary_at if entries else len(words) == 0
     if not fits:
@@ -281,7 +281,7 @@ def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
     bits, values, scale_at = RICE_BITS[value_dtype], [], 0
     for begin in range(0, count, GROUP):
         size = min(GROUP, count - begin)
-        end = scale_at + 1 + bits * _planes_of(size)
+        end = scale_at + 1 + bits * _plane_words(size)
         codes = from_planes(words[scale_at + 1 : end], bits)[:size]
         values.append(dequantise(int(words[scale_at]), codes, bits))
         scale_at = end
@@ -297,5 +297,5 @@ def from_planes(words: np.ndarray, bits: int) -> np.ndarray:
     return (rows * weights).sum(axis=1, dtype=np.uint32).reshape(-1)
 
 
-def _planes_of(count: int) -> int:
+def _plane_words(count: int) -> int:
     return -(-count // PLANE)
