@@ -37,7 +37,7 @@ def marked(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    """Opens a range of torch's profiler, and on a thread without it an NVTX range too."""
+    """Opens a range of torch's profiler; adds an NVTX range if this thread's profiler is off."""
     is_on_here = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     needs_nvtx = torch.cuda.is_available() and not is_on_here
     with (

@@ -74,7 +74,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
 
     Args:
         transport: at least 2 ranks.
-        sweep: the sizes.
+        sweep: the sizes, and how often each is timed.
         clock: this rank's clock, in seconds.
 
     Raises:
@@ -195,8 +195,8 @@ def ring_times(
 
     Args:
         transport: all ranks take part; those outside the rings send nothing.
-        rings: ranks of each, disjoint.
-        sweep: the sizes.
+        rings: the ranks of each ring; no rank is in two of them.
+        sweep: the sizes, and how often each is timed.
         clock: this rank's, in seconds.
 
     Returns:

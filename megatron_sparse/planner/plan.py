@@ -207,7 +207,7 @@ class Planner:
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """Exchanges what the planner needs before the bucket's collective; this planner, nothing.
+        """Exchanges what a planner needs before the bucket's collective; this one needs nothing.
 
         The progress thread drives it, on every rank in the order of launches. Changes of the plan
         take effect in the next step.

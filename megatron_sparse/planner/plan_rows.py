@@ -53,7 +53,7 @@ class Pricing:
 
         Args:
             name: the bucket's name.
-            shape: its sizes.
+            shape: its sizes, operation and ranks.
             profile: the sparsity of its gradients.
             basis: the source of the profile, in words.
         """

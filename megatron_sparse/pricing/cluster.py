@@ -174,9 +174,9 @@ class ClusterModel:
     def topology(self, world_size: int) -> Topology:
         """The nodes and links of `world_size` ranks on this cluster.
 
-        The nodes are the measured ones if these have `world_size` ranks together. Otherwise it is
-        one node, if one was measured; else they are as large as the largest measured node, and the
-        last one has the remaining ranks.
+        The nodes are the measured ones if these have `world_size` ranks together. Otherwise there
+        is one node if only one was measured; else all nodes but the last are as large as the
+        largest measured one, and the last has the remaining ranks.
 
         Example:
             >>> find("perlmutter").topology(6).node_sizes
@@ -305,7 +305,7 @@ class ClusterModel:
         head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
         # Through JSON tuples become lists, and enums strings: `safe_dump` would refuse both.
         plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        # A line a rate. In field order, so that a file cut off in `codec` lacks keys: not loaded.
+        # One line a rate. In field order, keys follow `codec`: `load` refuses a file cut off there.
         text = yaml.safe_dump(
             plain, sort_keys=False, default_flow_style=None, width=math.inf, allow_unicode=True
         )
@@ -327,7 +327,7 @@ def shipped_file(name: str) -> Path:
 
 
 def find(name_or_path: str | Path) -> ClusterModel:
-    """A model cluster by its name, or a file.
+    """Loads a model cluster by its name, or a cluster file by its path.
 
     Raises:
         ConfigError: there is no such model or file, or the file is wrong.

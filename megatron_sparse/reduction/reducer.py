@@ -352,9 +352,9 @@ class GradientReducer:
             self._config.scheme,
             straggler=record.straggler,
             averages=job.backend_divides,
-            is_agreed=bucket.name in self._sent_while_off,  # an earlier step has compared the ranks
+            is_agreed=bucket.name in self._sent_while_off,  # an earlier job has compared the ranks
         )
-        # The configured value, not `HostState.enabled`, which may change between any two steps.
+        # `left_to_host` goes by the configured value; `HostState.enabled` may change at any step.
         if self._config.compression.enabled:
             self._sent_while_off.clear()  # once it is off again, residuals must be sent again
         else:
@@ -384,10 +384,9 @@ class GradientReducer:
         return steps
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
-        """Completes the record with sizes.
+        """Completes the record with sizes, which are all known only after the collective.
 
-        They are complete only after the collective: with `scheme.capacity` it reads nnz, the number
-        of selected elements, from the device.
+        With `scheme.capacity` it reads nnz, the number of selected elements, from the device.
         """
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes

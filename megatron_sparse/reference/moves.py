@@ -145,9 +145,10 @@ def rans_encode(
         bits_L, raw_L, symbol_L, context_L = (
             np.pad(numbers[step], (0, idle)) for numbers in (raw_bits, raw, symbol, context)
         )
-        low_L = np.minimum(bits_L, 16)
-        upper, lower = (bits_L - low_L, raw_L >> low_L), (low_L, raw_L & (1 << low_L) - 1)
-        for bits, value in (upper, lower):  # number of raw bits, and these bits
+        low_bits_L = np.minimum(bits_L, 16)
+        lower = low_bits_L, raw_L & (1 << low_bits_L) - 1  # how many raw bits, and these bits
+        upper = bits_L - low_bits_L, raw_L >> low_bits_L
+        for bits, value in (upper, lower):
             emit(busy_L & (state >> 32 - bits != 0))  # no room for `bits` more in 32
             state = np.where(busy_L, state << bits | value, state)
         frequency_L, start_L = frequencies[context_L, symbol_L], starts[context_L, symbol_L]
