@@ -86,7 +86,7 @@ class SumDensities:
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)
-        # 1 - (1 - density)^block_elements: not all of so many independent elements are zero.
+        # 1 - (1 - density)^block_elements: the chance that not all of the elements are zero.
         return -np.expm1(block_elements * np.log1p(-np.minimum(shard_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:
@@ -106,7 +106,7 @@ class SumDensities:
         everyone = self._profile.world_size
         one_P = self._mean(1) * _shares(self._profile.skewness, parts)
         if ranks == 1 or everyone == 1:
-            density_P = one_P  # one rank is summed, or was measured: no second point for a law
+            density_P = one_P  # one rank is summed, or was measured: the law needs two points
         else:
             all_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
             # Clipped, because u must be above 0 and finite.

@@ -403,7 +403,7 @@ class Pending[T]:
         Raises:
             CommunicationError: the work's deadline has passed.
         """
-        if not work.ready():  # then its deadline has passed, or `can_move` would have been false
+        if not work.ready():  # `can_move` was true only because the deadline has passed
             raise CommunicationError(
                 "an operation ran out of time",
                 expected=f"an answer within {self._deadline_s:.0f} s",

@@ -261,7 +261,7 @@ class NodeLevel(_LevelWithParts):
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
-        for node in range(self.across.world_size):  # shards of that node's ranks: m adjacent ones
+        for node in range(self.across.world_size):  # the m adjacent shards of that node's ranks
             first, last = bucket.shard(node * m), bucket.shard(node * m + m - 1)
             region = self._region(bucket, grad_N[first.start : last.stop])
             yield from self._scatter(part.grad_N[part.shard(node)], region, record)
@@ -363,7 +363,7 @@ def _sum_of_shards(exchange: Exchange, instances: Transport, step: int) -> Stage
         own_M.div_(bucket.instances)
     name, op = f"{bucket.name}.instances", CollectiveOp.ALL_REDUCE
     shard = Bucket(name, own_M, (), op, bucket.instances)
-    # `averages=False`: the shard is divided by now.
+    # `averages=False`: the shard has been divided completely.
     across = replace(exchange, bucket=shard, transport=instances, averages=False)
     return (yield from dense(across, own_M, step))
 

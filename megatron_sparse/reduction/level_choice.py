@@ -88,8 +88,8 @@ def virtual_groups(
 
     groups = []
     for rank in range(n):
-        index = rank % size  # in its instance
-        first = rank - index  # of its instance
+        index = rank % size  # the rank's number in its instance
+        first = rank - index  # the first rank of its instance
         data_parallel = transports_of(tuple(range(first, first + size)))[rank]
         across_instances, level = None, None
         if instances > 1:  # the ranks at the same index of every instance
@@ -190,8 +190,8 @@ def _cheapest(
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shape = BucketShape(PRICED_NUMEL, 0, FP32_BYTES, op, ranks, value_bits=value_bits)
-        shapes = {shape: 1}  # one such bucket, none of whose elements are always sent (the 0)
-    # Buckets of a smaller group: only the ranks on the priced nodes.
+        shapes = {shape: 1}  # one such bucket; no element is always sent (`kept_numel` 0)
+    # The buckets are priced as if the group had only the ranks on the priced nodes.
     counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme
     has_price = name != AUTO_SCHEME and all(

@@ -159,7 +159,7 @@ class ProgressThread(Progress):
         for pending in self._running:
             try:
                 can_move = pending.can_move(gate_is_open=gate_is_open)
-            except BaseException as error:  # a query of a device that has failed
+            except BaseException as error:  # it queries the device, which may have failed
                 self._fail(pending, error)
                 return True
             if can_move:

@@ -134,8 +134,8 @@ class StragglerPolicy:
         # Buckets of this step and of the last one, each with this rank's waiting time.
         self._this_step: list[tuple[str, Future[float]]] = []
         self._last_step: list[tuple[str, Future[float]]] = []
-        self._readiness: list[ReadinessRecord] = []  # the result of the job `gather`
-        self._gathering: Pending | None = None  # that job, of this step
+        self._readiness: list[ReadinessRecord] = []  # the result of `gather`
+        self._gathering: Pending | None = None  # the job of this step that runs it
         self._skipped_last: dict[str, int | None] = {}  # bucket -> rank skipped in the last step
         mode, is_single = self._config.mode, transport.world_size == 1
         self._may_skip = self._config.leaves_behind and not is_single

@@ -105,7 +105,7 @@ def prune(
     residual_N, range_offsets, key = pruning.residual_N, pruning.range_offsets, pruning.key
     lengths = range_offsets.diff()
     threshold_N = torch.repeat_interleave(pruning.thresholds_R, lengths)
-    # Clamped, so that infinity is never dropped; NaN keeps everything.
+    # The threshold is clamped, so that infinity is never dropped; a NaN one keeps everything.
     threshold_N = torch.where(
         threshold_N > torch.finfo(torch.float32).max, torch.finfo(torch.float32).max, threshold_N
     )
