@@ -119,7 +119,7 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
 
     Beta is the slope of the least-squares line through all sizes that are not small; small sizes
     are left out because some networks do not limit the rate of short bursts. If noise hides the
-    slope, beta is the largest message's time divided by its bytes: that overestimates beta, where a
+    slope, beta is the largest message's time divided by its bytes: that overestimates beta, but a
     slope of 0 would make bytes free. Alpha is the median, over the small sizes, of the time minus
     beta times the bytes.
 
@@ -253,7 +253,7 @@ def _measure_nic(
 
 
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
-    """The alpha and beta of one round of the backend's all-reduce, seen as a ring of 2 (n - 1)."""
+    """The alpha and beta of one round of the backend's all-reduce, a ring of 2 (n - 1) rounds."""
     n = transport.world_size
 
     def all_reduce(values_N: torch.Tensor) -> Iterable[Work]:

@@ -172,7 +172,7 @@ class Planner:
         return always_quantises or self._compression.given_value_bits is not None
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
-        """The scheme where the phase demands none: the configured one; by bytes for `auto`."""
+        """The scheme if the phase demands none: as configured; for `auto` that of fewest bytes."""
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")

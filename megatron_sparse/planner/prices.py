@@ -246,7 +246,7 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
     """Whether the numbers that cost models read differ by at most the fraction `tolerance`."""
 
     def costs(profile: SparsityProfile) -> list[float]:
-        """Those numbers, in the same order for every profile."""
+        """The numbers that cost models read, in the same order for every profile."""
         n = profile.world_size
         ratios = [*profile.skewness.values(), *profile.sum_skewness.values()]
         blocks = [*profile.block_density.values(), *profile.sum_block_density.values()]

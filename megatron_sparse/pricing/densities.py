@@ -129,7 +129,7 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     clumps = profile.numel / _clump_numel(profile)
 
     def lasting(skewness: Mapping[int, float], density: float) -> dict[int, float]:
-        """Skewness by partitions, of a rank's or a sum's density, without chance's part."""
+        """`skewness` without chance's part, for gradients (or sums) of this `density`."""
         found = {}
         for p, ratio in skewness.items():
             q = NormalDist().inv_cdf((p - 0.375) / (p + 0.25))  # Blom's approximation
@@ -187,7 +187,7 @@ def _independent_elements(density_P: np.ndarray, fraction: float, block_size: in
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:
-        """The fraction of non-zero blocks at so many elements in a block; it grows with them."""
+        """The fraction of non-zero blocks if a block has so many elements; it grows with them."""
         return float(-np.expm1(elements * log_empty_P).mean())
 
     low, high = 0.0, float(block_size)

@@ -68,7 +68,7 @@ class DryRun:
         """The format of the records in which `SparseSum` sends sums, with values in full.
 
         Args:
-            name: of the format; `auto` is Rice if the ranks' messages are, as quantised ones are.
+            name: of the format; `auto` is Rice if messages are; quantised messages always are.
         """
         if name == "blocks":
             return BlockFormat(name, self.cluster, block_size=self.options.block_size)

@@ -116,7 +116,7 @@ class BucketStreams:
 
 
 class JobStream:
-    """The stream that one job uses: codec, from its first gate on network; on a CPU none."""
+    """The stream of one job: codec before its first gate, network after it; none on a CPU."""
 
     def __init__(self, streams: BucketStreams | None) -> None:
         self._streams = streams

@@ -130,7 +130,7 @@ def dense_plan(plan: Plan) -> Plan:
 
 
 class Level:
-    """The steps before and after the exchange of a bucket's part; at level `rank`, here, none.
+    """The steps before and after a part's exchange; level `rank`, which is this class, has none.
 
     Args:
         across: the group that exchanges selections: at level `rank` all ranks.

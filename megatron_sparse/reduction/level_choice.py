@@ -75,7 +75,7 @@ def virtual_groups(
 
     Args:
         cluster: its ranks are numbered instance by instance.
-        choice: the level; numbers ranks within an instance.
+        choice: the level; its rank numbers count within an instance.
         instances: of the distributed optimizer.
     """
     n = len(cluster.transports)

@@ -240,7 +240,7 @@ class GradientReducer:
         """Whether Megatron's own collective suffices for a bucket; the same on every rank.
 
         False with optional features; true from the second step with `compression.enabled=false`.
-        The first one, and a repetition of it, go through this reducer: it sends the residual and
+        The first such step, or its repetition, goes through this reducer: it sends the residual and
         checks that ranks agree.
         """
         is_off = not self._config.compression.enabled
@@ -252,7 +252,7 @@ class GradientReducer:
         self._sent_while_off.clear()
 
     def record_of_host(self, bucket: Bucket, step: int) -> BucketRecord:
-        """Makes the record of a bucket of `left_to_host`, as Megatron launches its collective."""
+        """Makes the record of a bucket left to the host, when Megatron launches its collective."""
         record = self.job(bucket, step).record  # the job itself does not run
         record.nnz = bucket.numel
         record.message_bytes = bucket.grad_N.nbytes
@@ -313,7 +313,7 @@ class GradientReducer:
             self._dump.on_gradient(replace(job.bucket, grad_N=divided_N), job.step)
 
     def _select(self, job: BucketJob) -> Message | torch.Tensor:
-        """Makes the message from gradient and residual; a dense plan: their sum [N], no message."""
+        """Makes the message from gradient and residual; for a dense plan returns their sum [N]."""
         bucket, plan = job.bucket, job.plan
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             return self._take_whole(job)

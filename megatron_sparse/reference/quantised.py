@@ -95,7 +95,7 @@ def encode(new: np.ndarray, old: np.ndarray, bits: int, epoch: int) -> bytes:
 
 
 def add(record: bytes, held: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers `held` with the difference of a record added; the record must be right."""
+    """The numbers `held` plus the differences in a record, which must be right: it is unchecked."""
     groups = -(-held.size // GROUP)
     scales_at = HEADER_BYTES + SUB_HEADER.size
     codes_at, code_bytes = scales_at + pad16(2 * groups), GROUP * bits // 8

@@ -45,7 +45,7 @@ def encode(
 
     Args:
         x_K: values of the entries, fp32 where they are to be quantised.
-        index_K: int64, their elements in the segment, ascending; without indices all elements.
+        index_K: int64, their elements in the segment, ascending; all if `spec.without_indices`.
         place: the range of the segment's elements in the bucket.
         spec: dtype, chunk size and step of the record.
         nnz: how many values are not zero, for the header; None for K.
@@ -141,8 +141,8 @@ def _read_table(
     """Reads and checks the table, or computes it for a record without indices, which stores none.
 
     Returns:
-        (entries, words) before each chunk, and last those of all chunks; and the byte of the
-        payload at which the words begin.
+        A row (entries, words) for each chunk, counting what is before it, and a last row with the
+        totals; and the byte of the payload at which the words begin.
     """
     span = 1 << spec.log2_span
     chunks = -(-header.numel // span)
