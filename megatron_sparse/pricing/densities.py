@@ -36,7 +36,7 @@ class SumDensities:
     """Densities of the part of a bucket that selection may prune.
 
     Args:
-        profile: of the whole bucket, or, where it has as many elements, of its pruned part; see
+        profile: of the whole bucket, or of its pruned part if it has as many elements as that; see
             `without_chance`.
         shape: the bucket.
         ranks_each: ranks whose sum counts as one contribution, as the sum of a node does.

@@ -207,7 +207,7 @@ def _wrong(field: str, expected: object, got: object) -> ProfileError:
 
 
 def _check(profile: SparsityProfile) -> None:
-    """Refuses numbers that no gradients have; the comparisons are also false for NaN."""
+    """Refuses numbers that no gradients have, and NaN, for which every comparison is false."""
     if not profile.numel >= 0:
         raise _wrong("numel", "at least 0", profile.numel)
     if not profile.world_size >= 1:
