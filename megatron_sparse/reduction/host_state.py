@@ -85,7 +85,7 @@ class HostState:
         """Changes `compression.density` from the next step on.
 
         Collective: every rank calls it between two steps. During the warm-up it sets the density
-        at which the ramp will end. No effect if compression is off or the scheme sends every
+        at which the ramp will end. It has no effect if compression is off or the scheme sends every
         element. Checkpoints do not save it: a resumed run starts with its configured density.
 
         Args:
