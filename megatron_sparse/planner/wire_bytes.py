@@ -51,7 +51,7 @@ def predicted_bytes(
     """Bytes that each rank sends, by scheme, if pruned parameters have the given density.
 
     Args:
-        bucket: only its sizes, dtype and device matter.
+        bucket: its gradient's values do not matter.
         density: of the pruned parameters.
         scheme: the options that messages depend on.
         value_bits: `compression.value_bits`.

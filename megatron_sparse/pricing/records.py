@@ -161,7 +161,7 @@ def _by_position(density: Density, value_bytes: int) -> Density:
 
 
 def each(function: Callable[[float], float], density: Density) -> Density:
-    """Applies a function to a density, or to each of an array's; once if equal in 12 decimals."""
+    """Applies a function to a density, or to each in an array, once if 12 decimals are equal."""
     if np.ndim(density) == 0:
         return function(float(density))
     values, indices = np.unique(np.round(density, 12), return_inverse=True)

@@ -210,7 +210,7 @@ def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
     """Frequencies [contexts, symbols] of the symbols of `z`; each row sums to 2^SCALE_BITS or 0."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
     key, extra = context * count + symbol, 0
-    if z.size > COUNT_ALL:  # a quarter of the blocks; + 1: the rest may have any symbol
+    if z.size > COUNT_ALL:  # counts a quarter of the blocks, and 1 more for each symbol
         key, extra = key[np.arange(z.size) // COUNT_BLOCK % COUNT_STRIDE == 0], 1
     counts = np.bincount(key, minlength=CONTEXTS * count) + extra
     return np.stack([quantise(row) for row in counts.reshape(CONTEXTS, count)])
