@@ -386,7 +386,7 @@ class GradientReducer:
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
         """Completes the record with sizes, which are all known only after the collective.
 
-        With `scheme.capacity` it, the collective, reads nnz (selected elements) from the device.
+        With `scheme.capacity` the collective reads nnz (selected elements) from the device.
         """
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes
