@@ -144,6 +144,13 @@ def check_saved(
                 remedy="load on each rank what it saved itself, with as many ranks, or start "
                 "with zero residuals by not loading it",
             )
+    if lacking := sorted({"step", "enabled", "scale", "residuals"} - state.keys()):
+        raise CheckpointError(
+            "the saved state is incomplete",
+            expected="all entries of DDPState.state_dict()",
+            got=f"no {', '.join(lacking)}",
+            remedy="load it unchanged, or start with zero residuals by not loading it",
+        )
     numels = {name: parameter.numel() for parameter, name in names.items()}
     for name, residual in state["residuals"].items():
         if residual.numel() != numels.get(name):

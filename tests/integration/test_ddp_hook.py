@@ -231,6 +231,9 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(rank):
     for what, change in OTHER_STATES.items():
         with pytest.raises(CheckpointError, match=f"^{what}\n"):
             resumed_state.load_state_dict(saved | change)
+    partial = {key: value for key, value in saved.items() if key not in ("step", "residuals")}
+    with pytest.raises(CheckpointError, match=r"no residuals, step\n"):
+        resumed_state.load_state_dict(partial)
     for state in (whole_state, half_state, resumed_state):
         state.close()
 
