@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 
 from megatron_sparse.errors import SweepError
 from megatron_sparse.run.composition import config_error
+from megatron_sparse.telemetry.lines import write_whole
 
 OUTCOME_FILE = "outcome.json"
 MULTIRUN = "multirun"
@@ -51,9 +52,13 @@ class RunEnd:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        mode = "w" if replace else "x"
-        with suppress(FileExistsError), (folder / OUTCOME_FILE).open(mode) as file:
-            file.write(json.dumps(asdict(self)) + "\n")
+        path, text = folder / OUTCOME_FILE, json.dumps(asdict(self)) + "\n"
+        if replace:
+            with suppress(FileNotFoundError):  # another rank replaced it at the same moment
+                write_whole(path, text)
+            return
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(text)
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:

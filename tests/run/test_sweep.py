@@ -1,5 +1,7 @@
 """Sweeps: unique names, and failures that end no other run."""
 
+import json
+from dataclasses import asdict
 from itertools import product
 
 import pytest
@@ -138,3 +140,11 @@ class TestOutcomes:
         (tmp_path / sweep.OUTCOME_FILE).write_text("[]")
         with pytest.raises(SweepError, match="damaged"):
             sweep.outcomes(tmp_path)
+
+    def test_a_replaced_one_is_never_seen_in_part(self, tmp_path):
+        first = sweep.RunEnd("run", 2, "no data")
+        first.write(tmp_path)
+        with (tmp_path / sweep.OUTCOME_FILE).open() as reader:
+            sweep.RunEnd("run", 2, "a longer reason").write(tmp_path)
+            assert json.loads(reader.read()) == asdict(first)
+        assert [end.error for end in sweep.outcomes(tmp_path)] == ["a longer reason"]
