@@ -27,7 +27,7 @@ FAST = "ethernet_25gbit_8"
         ("instance", (0, 0), "rank", "there is one instance of the distributed optimizer"),
     ],
 )
-def test_by_nodes(level, nodes, expected, reason):
+def test_the_level_and_its_reason_follow_setting_and_nodes(level, nodes, expected, reason):
     choice = choose_level(SparseConfig.from_overrides(level=level), nodes)
     assert (choice.level, choice.reason) == (expected, reason)
 
