@@ -35,6 +35,7 @@ from megatron_sparse.megatron.host_symbols import require_host_symbols
 from megatron_sparse.megatron.optimizer_step import (
     UnconfirmedSums,
     WatchedOptimizer,
+    WrappedMethod,
     clips_gradients,
 )
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
@@ -93,6 +94,7 @@ class Attachment(HostState):
         self.parameters = ParameterGathers(sink)
         self._launched: set[int] = set()  # `id` of each bucket group launched in this step
         self._optimizer: WatchedOptimizer | None = None
+        self.wrapped: list[WrappedMethod] = []  # of `checkpoint.save_with`, until `close`
         self._sums = UnconfirmedSums()  # the optimizer's step confirms them before its update
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
@@ -308,6 +310,8 @@ class Attachment(HostState):
         for group in self.groups:
             swap_out(group)
         self.unit.close()
+        for wrapped in self.wrapped:
+            wrapped.close()
         if self._optimizer is not None:
             self._optimizer.close()  # before `parameters`, whose wrapper it has wrapped
             self._optimizer = None

@@ -35,6 +35,7 @@ from megatron_sparse.megatron.buckets import device_of
 from megatron_sparse.megatron.checkpoint_layout import RowLayouts, Saved, row_layouts
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import read, sharded_state
+from megatron_sparse.megatron.optimizer_step import WrappedMethod
 from megatron_sparse.megatron.parameter_masters import masters_from
 from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.parameters.agreement import LOSSY
@@ -58,16 +59,16 @@ def save_with(
         optimizer: the one that is attached.
         when: asked at each call whether to include the plugin's state.
     """
-    original = optimizer.sharded_state_dict
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's state, and under `KEY` the plugin's."""
         state = original(*args, **kwargs)
         if when():
             state[KEY] = sharded_state(attachment)
         return state
 
-    optimizer.sharded_state_dict = sharded_state_dict  # `WatchedOptimizer.close` removes it
+    wrapped = WrappedMethod(optimizer, "sharded_state_dict", sharded_state_dict)
+    attachment.wrapped.append(wrapped)
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:

@@ -124,7 +124,6 @@ class WatchedOptimizer:
         end: Callable[[bool, float | None], None],
         inner_s: Callable[[], float],
     ) -> None:
-        self._optimizer = optimizer
         has_update = hasattr(optimizer, UPDATE)
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,4 +156,3 @@ class WatchedOptimizer:
         """Restores the optimizer's own methods."""
         for wrapped in self._wrapped:
             wrapped.close()
-        self._optimizer.__dict__.pop("sharded_state_dict", None)  # of `checkpoint.save_with`

@@ -133,8 +133,14 @@ def test_a_repeat_without_undo_copy_is_a_typed_error(rank):
 @on_ranks(2)
 def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(rank):
     from megatron_sparse.megatron import detach
+    from megatron_sparse.megatron.checkpoint import save_with
 
     with running(Layout(), **SPARSE) as run:
+        optimizer = run.model.optimizer
+        optimizer.sharded_state_dict = lambda: {}  # a wrapper of the user's, before and after
+        save_with(run.attachment, optimizer)
+        with_plugin = optimizer.sharded_state_dict
+        optimizer.sharded_state_dict = lambda: with_plugin() | {"user": 1}
         for enabled in (True, False, True):
             run.attachment.enabled = enabled
             run.step()
@@ -148,6 +154,7 @@ def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(ra
             weights.append(sharded.model.weights())
     assert equal(*weights), "halves are exact, and two numbers have one sum"
     assert "step" not in run.model.optimizer.__dict__
+    assert run.model.optimizer.sharded_state_dict() == {"user": 1}
     detach(run.attachment)  # again, as in a `finally`
     assert run.step()
 
