@@ -185,7 +185,9 @@ class CalibrationRank(Bench[CalibrationOptions]):
 
     def _comment(self) -> str:
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
-        where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
+        if mbit is not None:
+            per_host = self.world_size // len(self.nodes)
+            where += ["--netbed", f"--mbit={mbit}", f"--ranks-per-node={per_host}"]
         command = shlex.join(["megatron-sparse", "calibrate", *where, *self._cases.arguments()])
         return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"
 
