@@ -24,7 +24,7 @@ class Refusal:
         reason: follows the setting's name in the error's text.
         expected: what to use in its place.
         allowed: the largest value of `attribute` that leaves the setting off.
-        only: the one value that is refused, where others are not.
+        only: the one value that is refused, alone or in a list, where others are not.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Refusal:
     def is_on(self, value: Any) -> bool:
         """Whether this value turns the setting on."""
         if self.only is not None:
-            return bool(value == self.only)
+            return self.only in (value if isinstance(value, list) else [value])
         return int(value or 0) > self.allowed
 
 
@@ -94,6 +94,13 @@ REFUSALS = (
         "cuda_graph_impl",
         "full_iteration replays the exchange of one step in all later ones",
         "--cuda-graph-impl local or transformer_engine",
+        only="full_iteration",
+    ),
+    Refusal(
+        "cuda_graph_modules",
+        "cuda_graph_modules",
+        "has full_iteration, which replays the exchange of one step in all later ones",
+        "other modules, or none for whole layers",
         only="full_iteration",
     ),
     Refusal(

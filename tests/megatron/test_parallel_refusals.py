@@ -147,6 +147,8 @@ def test_a_setting_that_is_off_is_not_refused():
     refusals.check_chunk(SimpleNamespace(ddp_config=off, config=off))
     values = {"tensor_parallel_num_weight_shards": 1, "cuda_graph_impl": "local"}
     assert refusals.section_errors({each.key: False for each in REFUSALS} | values) == []
+    for modules, count in ((["attn"], 0), (["attn", "full_iteration"], 1)):
+        assert len(refusals.section_errors({"cuda_graph_modules": modules})) == count
 
 
 OF_THE_PROCESS = (
