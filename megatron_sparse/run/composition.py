@@ -57,7 +57,9 @@ _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 _AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
 _SETTING = re.compile(r"[~+]*(preset|compression|scheme|planner|straggler|experiment|plugin)\b")
 _FREE = re.compile(r"(megatron|cluster\.env)[.=]")
-_NO_NAME = re.compile(r"null|true|false|\d+", re.IGNORECASE)
+_NO_NAME = re.compile(
+    r"null|true|false|nan|[+-]?(inf|\d[\d_]*(\.[\d_]*)?(e[+-]?\d+)?)", re.IGNORECASE
+)
 """Values that Hydra reads as no text; as a group's option they end it with a traceback."""
 
 

@@ -222,6 +222,8 @@ def test_free_keys_need_no_plus():
             ["compression has no option 'null'", "topk99", "leave compression out"],
         ),
         ("preset=1", ["preset has no option '1'"]),
+        ("cluster=1e5", ["cluster has no option '1e5'", "leave cluster out"]),
+        ("model=-1.5", ["model has no option '-1.5'"]),
         ("name='${nothing}'", ["nothing"]),
         ("a b", ["'a b'"]),
         ("tracking.record_gradients_iters=[a]", ["iters[0] has the wrong type", "list[int]"]),
