@@ -311,9 +311,16 @@ def config_error(error: Exception) -> ConfigError:
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     """The error for `name`, a `group/option` that is not one of the group's `options`."""
     group, _, option = name.removesuffix(".yaml").rpartition("/")
+    if not group:  # the main file, or an entry of its `defaults`
+        return ConfigError(
+            f"there is no configuration file {option!r}",
+            expected=f"{CONFIG_NAME}, or a file in the folder that --config-dir names",
+            got=name,
+            remedy="leave --config-name out, or add --config-dir with the file's folder",
+        )
     meant = _closest(option, options)
     return ConfigError(
-        f"{group or 'the configuration'} has no option {option!r}",
+        f"{group} has no option {option!r}",
         expected=" | ".join(options) or "a file of that name",
         got=f"{group}={option}",
         remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",

@@ -52,6 +52,7 @@ MISTAKES = (
     # Names and values.
     Mistake("train model=gpt3", "gpt2_xl"),
     Mistake("train preset=balancd", "did you mean balanced?"),
+    Mistake("train --config-name nope", "no configuration file 'nope'", "--config-dir"),
     Mistake(
         "train --multirun data=mock scheme=dense,direct",
         "cannot start a sweep",
