@@ -67,8 +67,7 @@ def save_with(
             state[KEY] = sharded_state(attachment)
         return state
 
-    wrapped = WrappedMethod(optimizer, "sharded_state_dict", sharded_state_dict)
-    attachment.wrapped.append(wrapped)
+    attachment.wrapped.append(WrappedMethod(optimizer, "sharded_state_dict", sharded_state_dict))
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:

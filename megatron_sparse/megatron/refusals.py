@@ -55,6 +55,8 @@ _WRAP = "Megatron's DistributedDataParallel; --use-distributed-optimizer shards 
 _TENSOR = "weights that tensor parallelism alone shards"
 _GATHER = "parameters that are gathered in bf16 or fp32"
 _NOTHING_TO_ATTACH_TO = "leaves the plugin nothing to attach to: it has no gradient buckets"
+_REPLAYED = "full_iteration replays the exchange of one step in all later ones"
+_GRAPHS = "--cuda-graph-impl local or transformer_engine"
 _OWN_GROUPS = "reduces gradients over groups of its own, which the plugin does not know"
 _QUANTISED = "keeps parameters quantised; the plugin has not been tested on GPUs that can"
 
@@ -89,20 +91,8 @@ REFUSALS = (
         "replays the optimizer's step without the plugin, which must see each step's outcome",
         "steps that are launched anew",
     ),
-    Refusal(
-        "cuda_graph_impl",
-        "cuda_graph_impl",
-        "full_iteration replays the exchange of one step in all later ones",
-        "--cuda-graph-impl local or transformer_engine",
-        only="full_iteration",
-    ),
-    Refusal(
-        "cuda_graph_modules",
-        "cuda_graph_modules",
-        "has full_iteration, which replays the exchange of one step in all later ones",
-        "other modules, or none for whole layers",
-        only="full_iteration",
-    ),
+    Refusal("cuda_graph_impl", "cuda_graph_impl", _REPLAYED, _GRAPHS, only="full_iteration"),
+    Refusal("cuda_graph_modules", "cuda_graph_modules", _REPLAYED, _GRAPHS, only="full_iteration"),
     Refusal(
         "inprocess_restart",
         "inprocess_restart",

@@ -57,9 +57,7 @@ _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 _AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
 _SETTING = re.compile(r"[~+]*(preset|compression|scheme|planner|straggler|experiment|plugin)\b")
 _FREE = re.compile(r"(megatron|cluster\.env)[.=]")
-_NO_NAME = re.compile(
-    r"null|true|false|nan|[+-]?(inf|\d[\d_]*(\.[\d_]*)?(e[+-]?\d+)?)", re.IGNORECASE
-)
+_NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|\d[\d_]*(\.[\d_]*)?(e[+-]?\d+)?)", re.I)
 """Values that Hydra reads as no text; as a group's option they end it with a traceback."""
 
 
@@ -311,19 +309,12 @@ def config_error(error: Exception) -> ConfigError:
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     """The error for `name`, a `group/option` that is not one of the group's `options`."""
     group, _, option = name.removesuffix(".yaml").rpartition("/")
-    if not group:  # the main file, or an entry of its `defaults`
-        return ConfigError(
-            f"there is no configuration file {option!r}",
-            expected=f"{CONFIG_NAME}, or a file in the folder that --config-dir names",
-            got=name,
-            remedy="leave --config-name out, or add --config-dir with the file's folder",
-        )
     meant = _closest(option, options)
     return ConfigError(
-        f"{group} has no option {option!r}",
+        f"{group} has no option {option!r}" if group else f"no configuration file {option!r}",
         expected=" | ".join(options) or "a file of that name",
-        got=f"{group}={option}",
-        remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",
+        got=f"{group}={option}" if group else f"--config-name {option}",
+        remedy=f"did you mean {meant}?" if meant else "choose one, or give its --config-dir",
     )
 
 
