@@ -71,7 +71,7 @@ def compiles_first(*parts: str) -> str:
         parts: "cpu", "cuda" or both.
 
     Returns:
-        Empty if there is no such library. One without a compiler is left out: `build` reports it.
+        Empty if none need be compiled. One that lacks a compiler is left out: `build` reports it.
     """
     from megatron_sparse.cuda_ext import sources, toolchain
     from megatron_sparse.errors import DependencyError

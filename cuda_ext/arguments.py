@@ -114,7 +114,7 @@ def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None
 
 
 def check_limits(op: str, pruning: Pruning, device: torch.device) -> None:
-    """Refuses `pruning` without an fp32 threshold (and, if it has any, tie chance) for a range."""
+    """Refuses `pruning` unless it has one fp32 threshold (and tie chance, if given) per range."""
     fp32, ranges = (torch.float32,), pruning.range_offsets.numel() - 1
     check_flat(op, "thresholds", pruning.thresholds_R, fp32, ranges, device)
     if pruning.tie_chances_R is not None:

@@ -144,7 +144,7 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
         kernel_source = [INCLUDE, "-c", sources.CPU_KERNELS]
         for isa, (lanes, flags) in sources.ISAS.items():
             if flags and not sources.IS_X86:
-                continue  # a set that needs flags is one of x86
+                continue  # instruction sets with flags of their own exist on x86 only
             command = [*compiler, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={lanes}"]
             jobs.append(([*command, *kernel_source], Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
@@ -314,7 +314,7 @@ def install(linked: Path, target: Path, stamp: dict[str, str]) -> None:
     try:
         shutil.copy(linked, new_library)
         new_stamp.write_text(json.dumps(stamp))
-        os.replace(new_library, target)  # before its stamp, without which it counts as outdated
+        os.replace(new_library, target)  # first: until its own stamp follows, it counts as outdated
         os.replace(new_stamp, target.with_name(f"{target.name}.stamp"))
     except OSError as error:
         new_library.unlink(missing_ok=True)

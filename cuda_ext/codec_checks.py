@@ -48,7 +48,7 @@ def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
 
 @lru_cache(TABLES)
 def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
-    """Computes `message_capacity`; takes the offsets as bytes, by which a cache can look up."""
+    """Computes `message_capacity`; the offsets are bytes, which the cache can use as a key."""
     numel_S = np.diff(np.frombuffer(segment_offsets, np.int64))
     if value_dtype not in wire.RICE_BITS:
         padded = (numel_S * wire.VALUE_BYTES[value_dtype] + 15) // 16 * 16
@@ -154,7 +154,7 @@ def check_capacity(
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
     has_limits = capacity_S is not None or slots_S is not None
-    if not has_limits and not is_rice:  # any format: room for the largest record
+    if not has_limits and not is_rice:  # a dense record is the largest, whatever the format
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS

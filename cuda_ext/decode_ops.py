@@ -68,7 +68,7 @@ def decode_sum_(
     fresh: bool = True,
     reports: Reports | None = None,
 ) -> None:
-    """Adds several ranks' messages in one pass, with the bits of `decode_add_` of each in turn.
+    """Adds several ranks' messages in one pass: bit for bit like one `decode_add_` after another.
 
     On the CPU all messages are checked before the first addition. Then each element is written
     once: a piece of `acc_M` stays in the cache while all messages are added to it. On CUDA two
@@ -84,7 +84,7 @@ def decode_sum_(
         expected: the header values that all records must have; its rank is not read.
         base: the bucket's element that `acc_M` begins with.
         ranks: the sender of each message, for errors.
-        fresh: treat the segments' part of `acc_M` as zero and ignore its content; always on CUDA.
+        fresh: treat the segments' part of `acc_M` as zero, ignoring its content. CUDA demands it.
         reports: takes the call's statuses, so that the call need not wait; its `read` raises the
             error of the first bad message.
 
@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the device of `acc_M`, like the tables. Here only slots on CUDA are checked.
+    They are on the device of `acc_M`. The native op checks the arguments, but for slots on CUDA.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

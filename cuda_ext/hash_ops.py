@@ -117,12 +117,12 @@ def hierarchical_hash(
         entries that took a serial slot, and those that took one beyond r2. Only the counts may vary
         from run to run: they depend on which thread was first.
     """
-    slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
-    # The native op gets the numbers of entries, not their values: these are checked here.
+    memory_arguments = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
+    # The native op is not given the values (it returns entry numbers), so they are checked here.
     entries, device = indices_K.numel(), indices_K.device
     check_flat("hierarchical_hash", "values", values_K, GRAD_DTYPES, entries, device)
     entry_K, offsets, counts = call(
-        "hash_memory", indices_K, partition_K, numel, partitions, *slots
+        "hash_memory", indices_K, partition_K, numel, partitions, *memory_arguments
     )
     if indices_K.is_cuda:  # the CPU op returns them sorted by index
         entry_K = _by_index(entry_K, indices_K, offsets)

@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """`NcclTables` of `csrc/nccl_sum_launch.h`, table after table, without `segment_kinds`."""
+        """Tables of `NcclTables` (`csrc/nccl_sum_launch.h`); `segment_kinds` is passed by itself."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -208,7 +208,7 @@ class SumCall:
     ) -> None:
         """Raises the error in a decoder's status about a rank's records of one shard, if any."""
         begin, end = int(offsets[0]), int(offsets[-1])
-        codec_cuda.check_status(status, offsets, begin, end - begin)  # this call's arguments
+        codec_cuda.check_status(status, offsets, begin, end - begin)  # wrong arguments
         expected = Expected(offsets, self.plan.value_dtype, step, rank)
         refuse_message(status, expected, has_slots=True)
 

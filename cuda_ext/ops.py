@@ -146,8 +146,8 @@ def encode(
     """Writes the message of a pruned bucket into `out`, reading the gradient once.
 
     Values are rounded to nearest even in the record's dtype; those of `prune_` fit exactly. Bytes
-    of a record: 48, its values and padding. In addition COO takes 4 bytes an entry, Pici 516 for
-    each 4096 elements, blocks 4 and the zeros for each block.
+    of a record: 48, its values and padding. In addition COO takes 4 bytes for each entry, Pici 516
+    for each 4096 elements, and blocks take 4 for each block and send the block's zeros, too.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read. The elements that are not zero are sent, and

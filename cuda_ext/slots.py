@@ -94,14 +94,14 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> Slots:
-    """Computes `Slots.of`; takes the tables as bytes, by which a cache can look up.
+    """Computes `Slots.of`; the tables are bytes, which the cache can use as a key.
 
     A kept segment's slot has room for its dense record; any other slot has room for a record of
     `capacity` elements in the smallest of the formats between which the encoder chooses.
     """
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     begin = numel_S.new_zeros(1)
-    if not dense:  # no segments, of which `frombuffer` would refuse the empty tables
+    if not dense:  # no segments: `frombuffer` would refuse the empty tables
         return Slots(begin[:0], begin)
     is_kept_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
@@ -110,7 +110,7 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> S
     dense_bytes_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, dense_dtype)
     if spec.record_format == FORMAT_RICE:
         most_S = _most_rice_bytes(numel_S, capacity_S, spec)
-        if spec.value_dtype not in RICE_BITS:  # else only kept segments' records are dense
+        if spec.value_dtype not in RICE_BITS:  # not quantised: sent dense if that is smaller
             most_S = most_S.minimum(dense_bytes_S)
     else:
         is_adaptive = spec.record_format == FORMAT_ADAPTIVE

@@ -152,7 +152,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
         return found, points
 
     def _write(self, cluster: ClusterModel, warning: str) -> None:
-        """Writes the cluster file; a `warning` that is not empty ends its comment."""
+        """Writes the cluster file, with a comment that ends with `warning` if there is one."""
         comment = self._comment()
         cluster.save(self._cases.out, f"{comment}\n{warning}" if warning else comment)
         print(f"# written: {self._cases.out}")

@@ -133,7 +133,7 @@ def sweep_thresholds(
     points: list[SweepPoint] = []
     for threshold in swept(transport):
         index = THRESHOLDS.index(threshold)
-        # Only an all-reduce has the all-gather.
+        # `gather` decides about the all-gather, which only an all-reduce has.
         op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
         steps = range(round(1 / case.step) + 1)  # from 0 to 1
         values, times_s = [round(i * case.step, 6) for i in steps], []

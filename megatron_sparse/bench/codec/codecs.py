@@ -23,7 +23,7 @@ def _rows(sweep: CodecSweep) -> Iterator[CodecRow]:
     """Measures the chosen operations of every case that the sweep asks for; yields their rows."""
     device = torch.device(sweep.device)
     combinations = product(sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms)
-    # `dense_q4` holds every element: its cases have density 1, and `fromkeys` keeps one of equals.
+    # `dense_q4` holds every element, so its density is 1; `fromkeys` below drops repeated cases.
     cases = [
         Case(size, 1.0 if form == "dense_q4" else density, dtype, form, device)
         for size, dtype, density, form in combinations
