@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """Tables of `NcclTables` (`csrc/nccl_sum_launch.h`); `segment_kinds` is passed by itself."""
+        """`NcclTables` of `csrc/nccl_sum_launch.h`, but `segment_kinds`, an argument of its own."""
         return torch.cat(
             [
                 self.segment_offsets,

@@ -136,7 +136,7 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
 
     decode_add()  # the sums were zero, so each must be its partition of the gradient
     expected = [_by_position(grad_N, spec).float() for spec in specs]
-    wrong += sum(map(_unequal, sums, expected))  # of `encode` too: it made the records
+    wrong += sum(map(_unequal, sums, expected))  # checks `encode`, too, which made the records
     touched_bytes = sum(map(case.touched_bytes, expected))
     yield Task("encode", case.form, entry_bytes + record_bytes, wrong, encode)
     yield Task("decode_add", case.form, record_bytes + 2 * touched_bytes, wrong, decode_add)

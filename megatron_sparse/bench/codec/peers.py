@@ -27,7 +27,7 @@ def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """The peer prunes with leak 1: zeroes elements of a copy up to `limit`; rounds to nearest."""
+    """The peer prunes a copy with leak 1: zeroes magnitudes up to `limit`; rounds to nearest."""
     copy_N = grad_N.clone()
     residual_N, sum_N = torch.zeros(2, *grad_N.shape, device=grad_N.device)
 
