@@ -363,7 +363,7 @@ def sample_threshold(
         codec_cuda.on_device(range_offsets, device),
         codec_cuda.on_device(densities_R, device),
         samples,
-        codec_cuda.to_device(keys_R, device),  # not cached: keys are others in every step
+        codec_cuda.to_device(keys_R, device),  # not cached: each step has other keys
     )
     return Limits(*found)
 

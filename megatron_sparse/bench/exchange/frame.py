@@ -299,7 +299,7 @@ def run[Cases: Rounds](
         flags = [] if json_path is None else [f"--json={json_path}"]
         command = [*cases.NAME.split(), *cases.arguments(), *flags]
         return start_ranks(command, place, ranks, cases.mbit)
-    return int(any(row.bad for row in rows))
+    return int(any(row.bad for row in rows))  # 1 if a result is wrong
 
 
 def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:

@@ -134,7 +134,7 @@ class CollectiveRow(CellRow):
         self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
         for name in ("encode", "network", "decode", "host_cpu"):
             setattr(self, f"{name}_us", _median(of_slowest[name]))
-        # The stages of the other ranks include waiting for the last rank, which `total` does not.
+        # `total` begins when the last rank starts, but the others' stages include waiting for it.
         waited = np.where(slowest == self.world_size - 1, 0.0, self.delay_us)
         self.host_us = _median(total + waited - stages)
         self.wire_bytes, self.inside_bytes = (

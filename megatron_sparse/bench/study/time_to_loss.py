@@ -295,7 +295,7 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Returns pictures: losses over seconds (runs of one seed), final losses over bytes (all)."""
+    """Two pictures: losses over seconds of the first seed's runs; final losses over bytes of all."""
     first_seed = min(each.run.seed for each in outcomes)
     of_first_seed = [each for each in outcomes if each.run.seed == first_seed]
     curves = []
