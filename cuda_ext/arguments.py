@@ -53,7 +53,7 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def overload(name: str) -> Callable[..., Any]:
-    """The native op `name`; first selects the instruction set of MEGATRON_SPARSE_ISA if changed."""
+    """The native op `name`, once the instruction set that MEGATRON_SPARSE_ISA names is selected."""
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:

@@ -246,7 +246,7 @@ def locked(out: Path) -> Iterator[None]:
             remedy="run python -m megatron_sparse.cuda_ext.build once as the folder's owner",
         ) from error
     with lock:
-        # Without file locks several processes build at once: safe, as `install` renames its files.
+        # Without file locks several processes build at once, which renames in `install` make safe.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -22,7 +22,7 @@ def seal_(message: torch.Tensor, records: int, slots: torch.Tensor | None = None
         slots: int64 on the message's device: the bytes where records begin and the last one's slot
             ends (`Segments`). None: the records are back to back.
     """
-    call("add_payload_sums_", message, records, None, slots)  # None: add to the headers
+    call("add_payload_sums_", message, records, None, slots)  # None: into the headers
 
 
 def payload_sums(
@@ -44,5 +44,5 @@ def payload_sums(
     """
     sums = torch.zeros(len(messages) * records, dtype=torch.int64, device=messages[0].device)
     for message, message_sums in zip(messages, sums.view(len(messages), records), strict=True):
-        call("add_payload_sums_", message, records, message_sums, slots)  # not to the headers
+        call("add_payload_sums_", message, records, message_sums, slots)  # headers stay as they are
     return sums

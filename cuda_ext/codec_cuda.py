@@ -77,7 +77,7 @@ def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
 def _device_copy(
     data: bytes, dtype: torch.dtype, device: torch.device, stream: int
 ) -> torch.Tensor:
-    """Copies a table's bytes. `stream` is a key of the cache: no other stream awaits the copy."""
+    """Copies a table. `stream` only keys the cache, as other streams do not wait for the copy."""
     if not data:  # `frombuffer` refuses an empty buffer
         return torch.empty(0, dtype=dtype, device=device)
     return to_device(torch.frombuffer(bytearray(data), dtype=dtype), device)

@@ -84,7 +84,7 @@ def decode_sum_(
         expected: the header values that all records must have; its rank is not read.
         base: the bucket's element that `acc_M` begins with.
         ranks: the sender of each message, for errors.
-        fresh: treat the segments' part of `acc_M` as zero, ignoring its content. CUDA demands it.
+        fresh: treat the segments' part of `acc_M` as zero, whatever it is; must be true on CUDA.
         reports: takes the call's statuses, so that the call need not wait; its `read` raises the
             error of the first bad message.
 

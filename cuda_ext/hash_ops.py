@@ -68,7 +68,7 @@ def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     Returns:
         int64, in [0, numel). `unpermute` undoes it.
     """
-    return call("hash_map", elements_K, numel, 1, seed, _PERMUTE)  # all in 1 partition
+    return call("hash_map", elements_K, numel, 1, seed, _PERMUTE)  # 1: one partition
 
 
 def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:

@@ -159,8 +159,8 @@ def encode(
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        residual_N: fp32 [N], for quantised values: of every element that is sent, the residual is
-            added first, and then becomes the sum minus the value that was sent. Mutated there;
+        residual_N: fp32 [N], for quantised values: to each element that is sent its residual is
+            added first; it then becomes the sum minus the value that was sent. Mutated there;
             other elements stay. None adds nothing, and the quantisation error is lost.
         reports: takes the report of a CUDA call, which then does not wait; `nnz_S` must be None.
 
@@ -324,7 +324,7 @@ def sample_threshold(
     threshold is the magnitude `|g + e|` of rank floor(density * s), in descending order from 0. Of
     the samples, A exceed it and E equal it. The tie chance is (density * s - A) / E, so density * s
     samples are kept on average, whatever their distribution. If E is 1 the range's key decides here
-    whether that sample is kept: the chance becomes 0 or 1, so that it does not depend on the
+    whether that sample is kept, by a chance of 0 or 1: so the decision does not depend on the
     element's index in the bucket. A threshold of 0, above which all non-zero elements lie, has
     chance 0; so has infinity, which is always sent. NaN counts as infinite. A pure function.
 

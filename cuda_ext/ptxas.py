@@ -34,7 +34,7 @@ def read_report(report: str) -> list[Compiled]:
     """Parses the output of `nvcc -Xptxas -v`: one `Compiled` for each kernel and architecture."""
     kernels = []
     for kernel, arch, stores, loads, registers, rest in _KERNEL.findall(report):
-        shared = re.search(r"(\d+) bytes smem", rest)  # not there for a kernel without any
+        shared = re.search(r"(\d+) bytes smem", rest)  # left out where it is 0
         shared_bytes = int(shared[1]) if shared else 0
         spill_bytes = int(stores) + int(loads)
         kernels.append(Compiled(kernel, arch, int(registers), shared_bytes, spill_bytes))

@@ -73,7 +73,7 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        every_step = replace(spec, step=0)  # slots depend on no step: one cache key
+        every_step = replace(spec, step=0)  # all steps share one cache entry
         return _slots(*(table.numpy().tobytes() for table in tables), every_step)
 
     def part(self, segments: slice) -> torch.Tensor:

@@ -46,7 +46,7 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
 
 
 def _among(names: Names) -> Fits:
-    """Makes the test that a value, written as text, is one of these names."""
+    """Makes a test: empty if a value, written as text, is one of the names, else all the names."""
 
     def fits(value: Any) -> str:
         allowed = [str(name) for name in (names() if callable(names) else names)]

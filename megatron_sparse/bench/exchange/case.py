@@ -292,7 +292,7 @@ class RankReducer:
         """Synchronises on a virtual rank: yields what its cluster waits for, returns the record."""
         job = self.reducer.job(bucket, step)
         job.record.timer = timer or job.record.timer
-        # Gates order the jobs of a rank: here there is one job.
+        # Gates order the jobs of a rank. Here there is one job, so they are left out.
         yield from without(self.reducer.synchronise(job), Gate)
         return job.record
 

@@ -140,7 +140,7 @@ class RankGather:
         self.own_M = self.values_N.view(n, -1)[transport.rank]
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)  # no gather reads it
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
-        # Ranks compare hashes every `verify_every` gathers; the bench makes fewer, so it never does.
+        # Hashes are compared every `verify_every` gathers; the bench makes fewer, so compares none.
         way = Way(verify_every=2**20, per_node=case.way == PER_NODE)
         self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
 
