@@ -82,7 +82,7 @@ def check_flat(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses a tensor not 1-D, contiguous and in `dtypes`, or of another `numel` or `device`."""
+    """Refuses a tensor not 1-D, contiguous, of one of `dtypes` and, if given, `numel`, `device`."""
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype) for dtype in dtypes)
         raise refusal(op, f"{name} has the wrong dtype", names, tensor.dtype)

@@ -84,7 +84,7 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     if spec.record_format == wire.FORMAT_RICE:
         check_message_dtype(op, spec.value_dtype)
-        # The native ops take a log2_span (and a block_size) of 0 to mean another format.
+        # To the native ops a log2_span of 0 means another format than Rice.
         if spec.log2_span == 0:
             raise refusal(op, "log2_span is out of range", "12 to 24", 0)
         return

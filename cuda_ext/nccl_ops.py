@@ -208,7 +208,7 @@ class SumCall:
     ) -> None:
         """Raises the error in a decoder's status about a rank's records of one shard, if any."""
         begin, end = int(offsets[0]), int(offsets[-1])
-        codec_cuda.check_status(status, offsets, begin, end - begin)  # wrong arguments
+        codec_cuda.check_status(status, offsets, begin, end - begin)  # errors of the arguments
         expected = Expected(offsets, self.plan.value_dtype, step, rank)
         refuse_message(status, expected, has_slots=True)
 

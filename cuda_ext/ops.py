@@ -217,8 +217,8 @@ def prune_encode(
         segments: the pieces of the gradient. Each slot must have room for the largest record that
             its segment may send.
         spec: the format of the records.
-        out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
-            otherwise as in `encode`. Mutated.
+        out: uint8, as in `encode`, and at least `message_capacity` bytes; with a capacity or slots
+            as many as those need. Mutated.
         reports: as in `encode`.
 
     Returns:

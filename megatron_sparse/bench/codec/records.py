@@ -238,7 +238,7 @@ def _wrong_record(
 
     Encodes with `prune_encode`, or `in_two_passes` with `prune_` and then `encode`.
     """
-    codec.out.fill_(0xFF)  # a byte that the encoder does not write shall differ
+    codec.out.fill_(0xFF)  # so that a byte that the encoder fails to write differs
     copy_N = grad_N.to(codec.case.device, copy=True)
     residual_N = torch.zeros(copy_N.numel(), device=copy_N.device)
     if in_two_passes:

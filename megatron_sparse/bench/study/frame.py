@@ -146,7 +146,7 @@ class Run:
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         if values.pop("arguments", None) != self.arguments:
             return None
-        curve = [(iteration, loss) for iteration, loss in values.pop("curve")]  # JSON has lists
+        curve = [(iteration, loss) for iteration, loss in values.pop("curve")]  # JSON has no tuples
         return RunResult(self, curve=curve, **values)
 
 

@@ -127,7 +127,7 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
-    """Yields all variants: schemes by the densities, methods and levels they have; then presets."""
+    """Yields variants: each scheme with all densities, methods and levels it has; then presets."""
     for scheme in options.schemes:
         # Dense schemes (`straggler` is one) have density 1, and level `rank` only.
         dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
