@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the device of `acc_M`. The native op checks the arguments, but for slots on CUDA.
+    They are on the device of `acc_M`. The native op checks all arguments but the slots on CUDA.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

@@ -159,8 +159,8 @@ def encode(
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        residual_N: fp32 [N], for quantised values: to each element that is sent its residual is
-            added first; it then becomes the sum minus the value that was sent. Mutated there;
+        residual_N: fp32 [N], for quantised values. To each element that is sent its residual is
+            added first, which then becomes the sum minus the value that was sent. Mutated there;
             other elements stay. None adds nothing, and the quantisation error is lost.
         reports: takes the report of a CUDA call, which then does not wait; `nnz_S` must be None.
 

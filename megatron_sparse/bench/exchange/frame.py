@@ -273,7 +273,7 @@ def run[Cases: Rounds](
 
     Args:
         bench: what is measured.
-        sweep: the bench's options.
+        sweep: the bench's options; on the test bed an `mbit` of None becomes the rate of its links.
         place: where the ranks run.
         json_path: for one JSON object a line; None writes none.
 

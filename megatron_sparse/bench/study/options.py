@@ -298,7 +298,7 @@ class RaceOptions(BedOptions):
     seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
 
     def checks(self) -> list[Check]:
-        """Checks the links (by the lowest rate), and that plain Megatron is among the settings."""
+        """Checks the links (at the lowest rate), and that plain Megatron is among the settings."""
         return [
             *self._link_checks(min(self.mbits or (), default=None), self.ranks),
             ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
