@@ -53,7 +53,7 @@ def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def overload(name: str) -> Callable[..., Any]:
-    """The native op `name`, once the instruction set that MEGATRON_SPARSE_ISA names is selected."""
+    """The native op `name`; if MEGATRON_SPARSE_ISA changed, first selects its instruction set."""
     global _isa
     wanted = os.environ.get("MEGATRON_SPARSE_ISA", "")
     if wanted != _isa:
@@ -82,7 +82,7 @@ def check_flat(
     numel: int | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses a tensor not 1-D, contiguous, of one of `dtypes` and, if given, `numel`, `device`."""
+    """Refuses all but a contiguous 1-D tensor of `dtypes` (if given, of `numel`, on `device`)."""
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype) for dtype in dtypes)
         raise refusal(op, f"{name} has the wrong dtype", names, tensor.dtype)

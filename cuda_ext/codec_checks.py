@@ -84,7 +84,7 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     if spec.record_format == wire.FORMAT_RICE:
         check_message_dtype(op, spec.value_dtype)
-        # To the native ops a log2_span of 0 means another format than Rice.
+        # To the native ops a log2_span (block_size) of 0 means a format other than Rice (blocks).
         if spec.log2_span == 0:
             raise refusal(op, "log2_span is out of range", "12 to 24", 0)
         return
@@ -154,7 +154,7 @@ def check_capacity(
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
     has_limits = capacity_S is not None or slots_S is not None
-    if not has_limits and not is_rice:  # a dense record is the largest, whatever the format
+    if not has_limits and not is_rice:  # a dense record is the largest, except with Rice
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS

@@ -84,7 +84,7 @@ def decode_sum_(
         expected: the header values that all records must have; its rank is not read.
         base: the bucket's element that `acc_M` begins with.
         ranks: the sender of each message, for errors.
-        fresh: treat the segments' part of `acc_M` as zero, whatever it is; must be true on CUDA.
+        fresh: treat the segments' part of `acc_M` as zero, whatever it holds; must be true on CUDA.
         reports: takes the call's statuses, so that the call need not wait; its `read` raises the
             error of the first bad message.
 
@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the device of `acc_M`. The native op checks all arguments but the slots on CUDA.
+    They are on the device of `acc_M`. Of the arguments only slots on CUDA are checked here.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

@@ -128,7 +128,7 @@ class SumPlan:
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """`NcclTables` of `csrc/nccl_sum_launch.h`, but `segment_kinds`, an argument of its own."""
+        """`NcclTables` of `csrc/nccl_sum_launch.h` in one tensor, without `segment_kinds`."""
         return torch.cat(
             [
                 self.segment_offsets,

@@ -147,7 +147,7 @@ def encode(
 
     Values are rounded to nearest even in the record's dtype; those of `prune_` fit exactly. Bytes
     of a record: 48, its values and padding. In addition COO takes 4 bytes for each entry, Pici 516
-    for each 4096 elements, and blocks take 4 for each block and send the block's zeros, too.
+    for each 4096 elements, and blocks take 16, and for each block that is sent 4 and its zeros.
 
     Args:
         grad_N: on the CPU or a CUDA device; only read. The elements that are not zero are sent, and
@@ -159,8 +159,8 @@ def encode(
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        residual_N: fp32 [N], for quantised values. To each element that is sent its residual is
-            added first, which then becomes the sum minus the value that was sent. Mutated there;
+        residual_N: fp32 [N], for quantised values. The residual of each element that is sent is
+            added first, and then becomes the sum minus the value that was sent. Mutated there;
             other elements stay. None adds nothing, and the quantisation error is lost.
         reports: takes the report of a CUDA call, which then does not wait; `nnz_S` must be None.
 

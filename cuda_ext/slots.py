@@ -73,7 +73,7 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        every_step = replace(spec, step=0)  # all steps share one cache entry
+        every_step = replace(spec, step=0)  # the step does not change slots: one cache entry
         return _slots(*(table.numpy().tobytes() for table in tables), every_step)
 
     def part(self, segments: slice) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> S
     dense_bytes_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, dense_dtype)
     if spec.record_format == FORMAT_RICE:
         most_S = _most_rice_bytes(numel_S, capacity_S, spec)
-        if spec.value_dtype not in RICE_BITS:  # not quantised: sent dense if that is smaller
+        if spec.value_dtype not in RICE_BITS:  # not quantised: dense unless Rice is smaller
             most_S = most_S.minimum(dense_bytes_S)
     else:
         is_adaptive = spec.record_format == FORMAT_ADAPTIVE

@@ -46,7 +46,7 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
 
 
 def _among(names: Names) -> Fits:
-    """Makes a test: empty if a value, written as text, is one of the names, else all the names."""
+    """Makes a test, whose result is empty if a value's text is one of the names, else all names."""
 
     def fits(value: Any) -> str:
         allowed = [str(name) for name in (names() if callable(names) else names)]

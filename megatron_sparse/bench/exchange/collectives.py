@@ -197,7 +197,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         return RankReducer(case, self._cases, self._groups(case), self._progress)
 
     def _groups(self, case: BucketCase) -> Groups:
-        """All ranks; at level `node` also the rank's node and its lane across nodes. Collective."""
+        """All ranks; at level `node` also this rank's node and lane across nodes. Collective."""
         config = case.config(self._cases, self.world_size)
         choice = choose_level(config, self._transport.nodes)
         if choice.level != NODE:

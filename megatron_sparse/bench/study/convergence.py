@@ -159,7 +159,7 @@ def _row(
     noises = [_spread(list(map(_to_dense, each.last, other.last))) for each, other in pairs]
     finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
     bits = [summary["bits_per_element"] for summary in summaries]
-    # Where compression is off there is no phase `target`: all iterations send all bytes.
+    # Where compression is off there is no phase `target`: all iterations send whole gradients.
     at_target = [
         summary["phases"].get("target", {"wire_ratio": 1.0, "bits_per_element": whole})
         for summary, whole in zip(summaries, bits, strict=True)

@@ -250,7 +250,7 @@ class TrainingOptions(BedOptions):
     slow_ms: float = option(300.0, "For so long.", min=0)
 
     def checks(self) -> list[Check]:
-        """Checks that the hosts have equally many ranks, and that options fit `--slow-rank`."""
+        """Checks links and the ranks of each host, and that other options fit `--slow-rank`."""
         divides = self.ranks % self.ranks_per_node == 0
         has_hosts = self.netbed or self.ranks_per_node == 1
         checks = [

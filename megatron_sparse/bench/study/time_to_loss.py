@@ -235,7 +235,7 @@ def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
     for each in outcomes:
         race = _race(each)
         target_loss = MARGIN * plains[race].final
-        # The race's runs without the plugin, of which `plain` at least reaches its own target.
+        # The race's runs without the plugin. Plain reaches its own target, so `min` finds a time.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
         reached_s = [seconds_to(rival, target_loss) for rival in rivals]
         best_s = min(seconds for seconds in reached_s if seconds is not None)
@@ -295,7 +295,7 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Pictures: losses over seconds, of the first seed's runs; final losses over bytes, of all."""
+    """Returns pictures: losses over seconds (of the first seed), final losses over bytes (all)."""
     first_seed = min(each.run.seed for each in outcomes)
     of_first_seed = [each for each in outcomes if each.run.seed == first_seed]
     curves = []

@@ -184,7 +184,7 @@ def _compression(variant: Variant) -> list[str]:
 
 
 def _slow_rank(options: TrainingOptions, scheme: str) -> list[str]:
-    """Returns overrides: one rank sleeps in each iteration; the scheme, if it can, skips it."""
+    """Returns overrides by which a rank sleeps in each iteration and a scheme that can skips it."""
     if options.slow_rank is None:
         return []
     sleeps = f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"
