@@ -37,6 +37,7 @@ def prune_encode(
 
     Args are those of `cuda_ext.ops.prune_encode`.
     """
+    # Before quantisation, `prune` rounds to no dtype narrower than the gradient's own.
     wire_dtype = FP32 if spec.value_dtype in RICE_BITS else spec.value_dtype
     if pruning.capacity_S is None:
         values_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)

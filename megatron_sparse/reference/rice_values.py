@@ -58,7 +58,7 @@ def up(value: np.float32) -> np.float32:
 
 
 def mean_of(magnitude_K: np.ndarray) -> np.float32:
-    """The mean in fp32; as in the kernels, one half of 128 is added to the other, seven times."""
+    """The mean in fp32. Pads to 128 and adds halves seven times, in the order of the kernels."""
     tree = np.zeros(GROUP, np.float32)
     tree[: magnitude_K.size] = magnitude_K
     while tree.size > 1:
@@ -81,8 +81,9 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
     elif bits in FITTED:
         a, b = FITTED[bits]  # base is about low + a (mean - low), step b (mean - low)
         spread = mean_of(magnitude_K) - low
+        # 2 low and high / 2 keep `x - sent` exact: base is at most twice the smallest magnitude,
+        # and the highest level at least half of the largest one.
         base = down(min(low + a * spread, np.float32(2) * low))
-        # The second term keeps the largest magnitude at most twice the highest level.
         step = max(b * spread, (high / np.float32(2) - base) / levels)
     else:
         base = down(low)

@@ -29,9 +29,9 @@ def sample_positions(numel: int, samples: int, key: int) -> list[int]:
 def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, float, int]:
     """Finds the limits by which density * s of s magnitudes are sent on average.
 
-    Returns the threshold (the value of descending rank floor(density * s), counted from 0), the tie
-    chance, and the number of ties: samples equal to the threshold. NaN counts as infinite. Zeros
-    are never sent, and infinity always: as thresholds they have chance 0.
+    Returns the threshold (the value of descending rank floor(density * s), counted from 0), the
+    chance of a sample that equals it (a tie) to be sent, and the number of ties. NaN counts as
+    infinite. Without a draw, zeros are never sent and infinity always: their chance is 0.
 
     Example:
         >>> quantile_limit([1.0, 2.0, 2.0, 4.0], 0.5)
@@ -74,7 +74,7 @@ def sample_threshold(
         if residual_N is not None:
             x = x + residual_N[index].float()
         threshold, chance, ties = quantile_limit(x.abs().tolist(), density)
-        if ties == 1:  # decided here: becomes 0 or 1
+        if ties == 1:  # one draw for the whole range: the chance becomes 0 or 1
             chance = single_chance(chance, key)
         limits.append((threshold, chance, ties))
     thresholds, chances, ties = zip(*limits, strict=True) if limits else ((), (), ())

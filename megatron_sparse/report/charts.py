@@ -79,7 +79,7 @@ class Chart:
         from matplotlib import figure, rc_context
 
         file = io.StringIO()
-        # Without a date (None omits it) or random ids (the salt) the same data gives the same text.
+        # The same data must give the same text: None omits the date, and the salt fixes the ids.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with rc_context(_STYLE | {"svg.hashsalt": self.name}):
             canvas = figure.Figure(figsize=(WIDTH_IN, self.height_in))

@@ -156,7 +156,7 @@ def print_table(samples: Sequence[Sample], title: str) -> None:
 
 def _cells(profiles: Sequence[SparsityProfile]) -> list[str]:
     """A bucket's cells, in the order of `COLUMNS`: means over its profiles, one an iteration."""
-    n = profiles[0].world_size
+    n = profiles[0].world_size  # `skewness` lacks it if it is 1 or larger than the bucket
     # `overlap` has the quantiles 0, 0.25, 0.5, 0.75 and 1 over pairs of ranks.
     least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
     return [

@@ -62,7 +62,7 @@ def _lengths(runs: Sequence[RunData]) -> list[int]:
 
 
 def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) -> None:
-    """Draws a line for each run, from its array in `values`, and marks where its target begins."""
+    """Draws each run's array in `values` as a line; marks where its target density begins."""
     handles = []
     for run, value in zip(runs, values, strict=True):
         x, y = thinned(run.iterations.number, value)
@@ -114,8 +114,8 @@ def _exposed_share(runs: Sequence[RunData]) -> Chart:
     note = (
         "The training thread waits for gradients or parameters in this part of an iteration."
         + TARGET_NOTE
+        + thinned_note(_lengths(runs))
     )
-    note += thinned_note(_lengths(runs))
     return Chart("exposed-share", "Exposed communication (% of the iteration)", note, draw)
 
 
@@ -131,9 +131,8 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
 
     note = (
         "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
-        "above the time of 98 % of the iterations." + TARGET_NOTE
+        "above the time of 98 % of the iterations." + TARGET_NOTE + thinned_note(_lengths(runs))
     )
-    note += thinned_note(_lengths(runs))
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 
 
@@ -160,8 +159,7 @@ def _breakdown(run: RunData, runs: Sequence[RunData]) -> Chart:
         areas = {stage: thinned(columns.number, value)[1] for stage, value in stages.items()}
         stacked_areas(axes, x, areas, [theme.STAGES[stage] for stage in areas], top_ms)
         mark_target(axes, columns.target_begins)
-        left, right = axes.get_xlim()
-        axes.set_xlim(left, max(last, right))
+        axes.set_xlim(right=max(last, axes.get_xlim()[1]))
         axes.set_ylabel("ms")
         legend_below(axes, 4)
 
@@ -187,7 +185,7 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
     def draw(axes: Axes) -> None:
         stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
         stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
-        axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first bar on top
+        axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first on top; one alone has room for two
         axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)  # matplotlib needs a positive length
         legend_below(axes, 4)
 

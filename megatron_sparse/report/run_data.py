@@ -104,10 +104,10 @@ class RunData:
 
 
 def load_run(folder: Path, index: int) -> RunData:
-    """Reads a run's folder; the run may still be going on. `index`: see `RunData`.
+    """Reads the folder of a run, ended or not; `index` is the run's position in the report.
 
     Raises:
-        ConfigError: see `load_breakdown`.
+        ConfigError: the folder has no complete iteration of a run, or other fields than expected.
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)
@@ -177,8 +177,8 @@ def _load_summary(
     """The fields of `summary.json`, with totals counted anew from the iterations.
 
     If the file cannot be read, returns totals, name and target density only, and `gaps` gets a
-    sentence. The target density is None if all elements were sent; else `compression.density` of
-    the configuration, or the file's target; for `auto` the density that was sent.
+    sentence. The target density is the configuration's `compression.density`, or else the
+    file's; for `auto` it is the density that was sent. It is None if all elements were sent.
     """
     found: dict[str, Any] = {}
     if (folder / SUMMARY_FILE).exists():

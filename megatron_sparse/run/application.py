@@ -108,7 +108,7 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
 def _train_each(overrides: Sequence[str], command: str) -> None:
     """Trains the runs of a sweep, after the configurations of all runs have been checked.
 
-    With a configuration file of the user's (`--config-dir`), each run is only checked at its start.
+    Runs that use the user's own files (`--config-dir`) are not checked before they start.
     """
     with reported_by_first_rank():
         if "RANK" in os.environ or slurm_ranks(os.environ):
@@ -140,7 +140,7 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
         _hydra(run, [*overrides, f"hydra.sweep.dir='{quoted_folder}'"])
     except OSError as error:
         if folder.is_dir():
-            raise  # not about making the sweep's folder
+            raise  # the folder was made, so the error is another one
         raise ConfigError(
             "the sweep's folder cannot be made",
             expected="a folder that can be made and written",
@@ -209,7 +209,7 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
     except MegatronSparseError as error:
         code, problem = error.exit_code, redact_text(str(error))
         print(f"error: {problem}", file=sys.stderr, flush=True)
-    except SystemExit as error:  # see `reported_by_first_rank`
+    except SystemExit as error:  # the first rank of this node reports the error
         code, problem = int(error.code or 0), _OTHER_RANK
     # Rank 0 writes the outcome. If only another rank knows the reason, that rank overwrites it.
     has_reason = code != 0 and problem != _OTHER_RANK
@@ -229,8 +229,8 @@ def _check_secrets(overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         key, word = text.partition("=")[0].lstrip("+~"), shlex.quote(text)
-        # `redact_command` finds secret key names, variables off the allow-list, as in
-        # cluster.env={NAME:VALUE}, and values with the form of a secret.
+        # `redact_command` hides values with a secret's key name or form, and each variable of
+        # cluster.env={NAME:VALUE} that is not on the allow-list.
         if redact_command(word) != word:
             name = key.rpartition(".")[2]
             variable = "the variable" if name == "env" else name

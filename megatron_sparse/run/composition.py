@@ -95,7 +95,7 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _in_hydra_syntax(override: str) -> str:
-    """Adds the signs that Hydra's parser needs to one override, which users need not write."""
+    """Rewrites one override with the signs that Hydra needs; refuses wrong names of options."""
     if _FREE.match(override):  # a key that is in no schema, such as megatron.manual_gc=true
         override = f"++{override}"
     _check_names(override)
@@ -238,8 +238,8 @@ def saved_schedule(path: Path) -> dict[str, int]:
     The file is not checked as a `RunConfig`, because another version may have written it.
 
     Returns:
-        Key -> number, without a key that is null, as the ramp is with `compression.density=auto`;
-        empty if the file cannot be read.
+        `warmup_iters` and `ramp_iters` -> number. A value that is null, as the ramp is with
+        `compression.density=auto`, is left out. Empty if the file cannot be read.
     """
     try:
         section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]
@@ -332,7 +332,7 @@ def closest_key(key: str) -> str | None:
     last = key.rpartition(".")[2]
     # Reversed: where two sections have a key of one name, the first section's counts.
     by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    # The right key without its section or in another one; else a misspelt key or group.
+    # The right key without its section or in a wrong one, Megatron's name of it, or a misspelling.
     meant = by_last.get(last) or _OTHER_NAMES.get(last) or _closest(key, [*keys, *GROUPS])
     return meant or by_last.get(_closest(last, list(by_last)) or "")  # misspelt and no section
 

@@ -80,13 +80,13 @@ def begin(
         config: the run, with device and precision decided.
         command: the command line.
         lock_stack: receives the lock of the run's folder; closing the stack releases the lock.
-        in_rank: see `check_start`. Only a launcher lets Megatron check the `megatron:` section.
+        in_rank: this process will train; only a launcher lets Megatron check `megatron:`.
 
     Returns:
         The run with its schedule, and its folder; None if the checkpoint is the run's last one.
 
     Raises:
-        MegatronSparseError: see `preflight`, `check_start` and `make_run_dir`.
+        MegatronSparseError: the settings, the checkpoint or the folder cannot be used.
     """
     vocab_size = preflight(config, in_launcher=not in_rank)
     start = check_start(config, vocab_size, in_rank=in_rank)
@@ -268,16 +268,16 @@ def _move_aside(run_dir: Path) -> bool:
 def rank_environment(config: RunConfig) -> dict[str, str]:
     """The environment variables that each rank needs; `cluster.device` must be decided.
 
-    Variables that the user has set keep their values, except the two that a CPU run overrides, and
-    `OMP_NUM_THREADS=1` under torchrun, which sets the same value if the user has set none.
+    Variables that the user has set keep their values, but a CPU run overrides two of them. Under
+    torchrun `OMP_NUM_THREADS=1` does not count as the user's, because torchrun sets it by default.
     """
     variables = {"OMP_NUM_THREADS": "1"}
     if (
         config.training.tensor_parallel > 1
         or (config.megatron.get("context_parallel_size") or 1) > 1
     ):
-        # Before Blackwell, Megatron requires 1 with tensor or context parallelism: kernels run in
-        # the order of their launches. Otherwise 1 would make buckets wait for the backward pass.
+        # Before Blackwell, Megatron requires 1 here, so that kernels run in the order of their
+        # launches. Other runs do without, as buckets would then wait for the backward pass.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     variables |= config.cluster.env
     user_set = dict(os.environ)

@@ -47,8 +47,8 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
         with _redirected(log):
             yield
     else:
-        # In another session, out of reach of signals to the job: if one ended tee, writing the next
-        # line would kill the rank.
+        # In another session, so that signals to the job do not end tee: without tee, writing the
+        # next line would kill the rank.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)], stdin=subprocess.PIPE, start_new_session=True
         )
