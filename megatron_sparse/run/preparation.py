@@ -86,7 +86,7 @@ def begin(
         The run with its schedule, and its folder; None if the checkpoint is the run's last one.
 
     Raises:
-        MegatronSparseError: the settings, the checkpoint or the folder cannot be used.
+        MegatronSparseError: settings, packages, data, checkpoint or folder are wrong or missing.
     """
     vocab_size = preflight(config, in_launcher=not in_rank)
     start = check_start(config, vocab_size, in_rank=in_rank)
@@ -277,7 +277,7 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         or (config.megatron.get("context_parallel_size") or 1) > 1
     ):
         # Before Blackwell, Megatron requires 1 here, so that kernels run in the order of their
-        # launches. Other runs do without, as buckets would then wait for the backward pass.
+        # launches. It is not set without need: 1 makes buckets wait for the backward pass.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     variables |= config.cluster.env
     user_set = dict(os.environ)

@@ -131,7 +131,7 @@ def _find_loaded(config: RunConfig, folder: Path) -> Start:
     if step:
         return Start(0 if counts_anew else int(step), _of_step(folder, int(step)))
     if not (folder / TRACKER).is_file():
-        return Start()  # Megatron finds a temporary checkpoint itself; see `check_load`
+        return Start()  # Megatron finds a temporary checkpoint itself; else `check_load` raises
     if checkpoint_folder.is_release(folder):
         return Start(0, folder / checkpoint_folder.RELEASE)
     choice = checkpoint_folder.choose(folder)

@@ -46,8 +46,7 @@ class Columns:
             text_spec = found[1] + found[2]  # alignment and width, for a title or a `-`
             self._columns.append((attribute, spec, text_spec))
             titles.append(format((title or [attribute])[0].strip(), text_spec))
-        # The # replaces the header's first character. A left-aligned title would begin there, so
-        # all lines are then indented by two.
+        # The # replaces the header's first character: a left-aligned first title is indented.
         self._indent = "  " if self._columns[0][2].startswith("<") else ""
         self.header = "#" + (self._indent + " ".join(titles).rstrip())[1:]
 

@@ -153,7 +153,7 @@ def _meet() -> tuple[Any, int]:
 
 
 def _set_environment(chosen: dict[str, str]) -> None:
-    """Sets variables; also torch's number of threads, for which torch has read the old value."""
+    """Sets variables, and torch's number of threads: torch has read the old OMP_NUM_THREADS."""
     import torch
 
     threads = chosen["OMP_NUM_THREADS"]
@@ -253,5 +253,5 @@ def _begin_for_all(
     finally:
         store.set(_ANSWER, answer)
     if begun is None:
-        _wait_for_readers(store, config.cluster.world_size - 1)
+        _wait_for_readers(store, config.cluster.world_size - 1)  # the store may end with rank 0
     return begun

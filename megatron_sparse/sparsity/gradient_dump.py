@@ -120,7 +120,7 @@ class GradientDumpWriter:
     ) -> None:
         """Writes the selection from a bucket, if its iteration is to be dumped.
 
-        Mutates the gradient or a buffer, see `selected_values`. Iteration 1 is step 0.
+        Overwrites an fp32 gradient with the selection, else a buffer. Iteration 1 is step 0.
         """
         if self.wants(step + 1):
             selected_N = selected_values(bucket, message, buffers)
