@@ -31,7 +31,7 @@ def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, floa
 
     Returns the threshold (the value of descending rank floor(density * s), counted from 0), the
     chance of a sample that equals it (a tie) to be sent, and the number of ties. NaN counts as
-    infinite. Without a draw, zeros are never sent and infinity always: their chance is 0.
+    infinite. Zeros are never sent and infinity always, so as thresholds they need no chance: 0.
 
     Example:
         >>> quantile_limit([1.0, 2.0, 2.0, 4.0], 0.5)

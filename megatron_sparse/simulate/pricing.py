@@ -233,7 +233,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
     last rank is the straggler and starts this many seconds after the others.
     """
     entry = SCHEMES[scheme]
-    options = SchemeConfig(name=scheme, format=job.format, capacity=None)
+    options = SchemeConfig(name=scheme, format=job.format, capacity=None)  # sizes are exchanged
     straggler = None if late_s is None else job.world_size - 1
     topology = job.machine.topology(job.world_size)
     cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
