@@ -58,7 +58,7 @@ def up(value: np.float32) -> np.float32:
 
 
 def mean_of(magnitude_K: np.ndarray) -> np.float32:
-    """The mean in fp32. Pads to 128 and adds halves seven times, in the order of the kernels."""
+    """The mean in fp32. Pads to 128, and adds one half to the other seven times, as kernels do."""
     tree = np.zeros(GROUP, np.float32)
     tree[: magnitude_K.size] = magnitude_K
     while tree.size > 1:

@@ -30,8 +30,8 @@ def quantile_limit(magnitudes: list[float], density: float) -> tuple[float, floa
     """Finds the limits by which density * s of s magnitudes are sent on average.
 
     Returns the threshold (the value of descending rank floor(density * s), counted from 0), the
-    chance of a sample that equals it (a tie) to be sent, and the number of ties. NaN counts as
-    infinite. Zeros are never sent and infinity always, so as thresholds they need no chance: 0.
+    chance that a sample equal to it (a tie) is sent, and the number of ties. NaN counts as
+    infinite. Zeros are never sent, and infinity always is: a threshold of either has chance 0.
 
     Example:
         >>> quantile_limit([1.0, 2.0, 2.0, 4.0], 0.5)

@@ -61,7 +61,7 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: each is the folder of a run, or holds the folders of several runs.
+        folders: each is the folder of a run, or holds the folders of runs.
         outputs: the files. One that ends in `.csv` gets a line for each run, any other is a page.
             Their folders are made if needed.
 

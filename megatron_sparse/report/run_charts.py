@@ -185,7 +185,7 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
     def draw(axes: Axes) -> None:
         stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
         stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
-        axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first on top; one alone has room for two
+        axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # first bar on top, room for at least two
         axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)  # matplotlib needs a positive length
         legend_below(axes, 4)
 

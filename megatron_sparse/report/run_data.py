@@ -107,7 +107,7 @@ def load_run(folder: Path, index: int) -> RunData:
     """Reads the folder of a run, ended or not; `index` is the run's position in the report.
 
     Raises:
-        ConfigError: the folder has no complete iteration of a run, or other fields than expected.
+        ConfigError: the folder has no complete iteration of a run, or another version's fields.
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)

@@ -108,7 +108,7 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
 def _train_each(overrides: Sequence[str], command: str) -> None:
     """Trains the runs of a sweep, after the configurations of all runs have been checked.
 
-    Runs that use the user's own files (`--config-dir`) are not checked before they start.
+    Runs of the user's own configuration files (`--config-dir`) are checked only when they start.
     """
     with reported_by_first_rank():
         if "RANK" in os.environ or slurm_ranks(os.environ):
@@ -209,7 +209,7 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
     except MegatronSparseError as error:
         code, problem = error.exit_code, redact_text(str(error))
         print(f"error: {problem}", file=sys.stderr, flush=True)
-    except SystemExit as error:  # the first rank of this node reports the error
+    except SystemExit as error:  # another rank reports the error
         code, problem = int(error.code or 0), _OTHER_RANK
     # Rank 0 writes the outcome. If only another rank knows the reason, that rank overwrites it.
     has_reason = code != 0 and problem != _OTHER_RANK
@@ -230,7 +230,7 @@ def _check_secrets(overrides: Sequence[str]) -> None:
     for text in overrides:
         key, word = text.partition("=")[0].lstrip("+~"), shlex.quote(text)
         # `redact_command` hides values with a secret's key name or form, and each variable of
-        # cluster.env={NAME:VALUE} that is not on the allow-list.
+        # `cluster.env`, as in cluster.env={NAME:VALUE}, that is not on the allow-list.
         if redact_command(word) != word:
             name = key.rpartition(".")[2]
             variable = "the variable" if name == "env" else name

@@ -95,7 +95,7 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _in_hydra_syntax(override: str) -> str:
-    """Rewrites one override with the signs that Hydra needs; refuses wrong names of options."""
+    """Adds to one override what Hydra needs and users omit; refuses options Hydra cannot check."""
     if _FREE.match(override):  # a key that is in no schema, such as megatron.manual_gc=true
         override = f"++{override}"
     _check_names(override)
@@ -332,7 +332,7 @@ def closest_key(key: str) -> str | None:
     last = key.rpartition(".")[2]
     # Reversed: where two sections have a key of one name, the first section's counts.
     by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
-    # The right key without its section or in a wrong one, Megatron's name of it, or a misspelling.
+    # A key without its section or in a wrong one, or by another name; else a misspelt key or group.
     meant = by_last.get(last) or _OTHER_NAMES.get(last) or _closest(key, [*keys, *GROUPS])
     return meant or by_last.get(_closest(last, list(by_last)) or "")  # misspelt and no section
 

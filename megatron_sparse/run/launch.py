@@ -82,8 +82,8 @@ def _launch(config: RunConfig, command: str) -> int:
         # Restored afterwards: a sweep trains several runs in this process.
         with launchers.environment(variables):
             code = _run_agent(config, run_dir)
-    # Says how to resume after a signal, or after a failure if there is a checkpoint to go on from.
-    # Refused settings have an exit code of their own: they would be refused again.
+    # Says how to resume: always after a signal, and after a failure if there is a checkpoint; not
+    # after the exit code of refused settings, which would be refused again.
     may_succeed = code not in (0, MegatronSparseError.exit_code)
     if code > 128 or (may_succeed and resume.newest(config, run_dir) is not None):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ def run_netbed(
         )
     options = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms}
     options |= {"sites": links.sites, "nodes": nodes}
-    # A year, so that the script never ends a long sweep: the command has timeouts of its own.
+    # A year, so that the script never ends a long run: operations have timeouts of their own.
     options["timeout"] = 365 * 24 * 3600
     flags: list[str] = []
     for name, value in options.items():

@@ -86,7 +86,7 @@ def begin(
         The run with its schedule, and its folder; None if the checkpoint is the run's last one.
 
     Raises:
-        MegatronSparseError: settings, packages, data, checkpoint or folder are wrong or missing.
+        MegatronSparseError: settings, packages, data, checkpoint or folder do not allow the run.
     """
     vocab_size = preflight(config, in_launcher=not in_rank)
     start = check_start(config, vocab_size, in_rank=in_rank)

@@ -280,10 +280,10 @@ def heatmaps(
 ) -> dict[Any, Axes]:
     """Draws a heatmap of a ratio for each value of the column `by`, with `ranks` along the x axis.
 
-    Column y goes upwards. Each cell also shows its ratio (column `value`) as text in the format
-    `number`. Ratios above 1 are green-blue, those below 1 brown; `most` and its inverse have the
-    darkest colours. `rows` has one row for each cell of each map. `xlabel` is the label under
-    `ranks`. Returns the maps, by the value of `by`.
+    Values of column y go upwards. Each cell also shows its ratio (column `value`) as text in the
+    format `number`. Ratios above 1 are green-blue, those below 1 brown; `most` and its inverse have
+    the darkest colours. `rows` has one row for each value of `by`, `ranks` and y. `xlabel` is the
+    label of the x axis. Returns the maps, by the value of `by`.
     """
     found, most_log = {}, np.log2(most)
     for key, axes, cells in panels(canvas, rows, by):

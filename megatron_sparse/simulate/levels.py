@@ -265,7 +265,7 @@ def level_rows(
     """Yields a row for each number of ranks, preset and level.
 
     `settings`: configurations by the names of their presets. `ranks`: numbers of data-parallel
-    ranks. `schemes`: candidates, `dense` is added; None: all, less those that round unasked.
+    ranks. `schemes`: the candidates besides `dense`; None: all that do not round unasked.
 
     Raises:
         ConfigError: nodes would differ in size, or the cluster file lacks a rate.

@@ -82,8 +82,8 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     - Encoding (`encode`, `prune_encode`) reads the elements and writes the records; with pruning it
       also reads and writes the residual.
     - `sample_threshold` reads a sector (`SECTOR_BYTES`) of gradient and residual for each sample.
-    - Adding records or bitmaps to a sum (`decode_`, `hash_bitmap_add_`) reads them. Each element
-      reads and writes a sector of the sum, all at most the whole sum; a fresh sum is written whole.
+    - Adding records or bitmaps to a sum (`decode_`, `hash_bitmap_add_`) reads them, and for each
+      element reads and writes a sector of the sum, at most all of it; a fresh one is written whole.
     """
     name = func._schema.name.split("::")[1]
     codec_name = name if func.namespace == "megatron_sparse" else ""

@@ -164,7 +164,7 @@ def _mean(by_rank: Sequence[dict[int, float]]) -> dict[int, float]:
 
 
 def _skewness(elements_K: np.ndarray, numel: int, n: int) -> dict[int, float]:
-    """The skewness ratio of a set of elements over p partitions, by p of `partition_counts`."""
+    """The skewness ratio of the elements over p partitions, for each p of `partition_counts`."""
     return {
         p: skewness_ratio(counts_between(elements_K, even_cuts(numel, p)), numel)
         for p in partition_counts(numel, n)
