@@ -172,8 +172,8 @@ class SparseSum:
         """The callback of an all-gather of complete sums, in which rank i sends the sum of cut i.
 
         It decodes a rank's records into this sum and into the gradient. That includes this rank's
-        own records, so that every rank has the same bits. `dense` sums have a fixed size and
-        therefore no slots.
+        own records, so that every rank has the same bits. `dense` sums are not encoded: their
+        length is known without a slot.
         """
         names = names_of(self.exchange.transport)
 

@@ -187,7 +187,7 @@ def account(
     Args:
         config: the plugin's configuration, as `with_swept_thresholds` returns it.
         buckets: all buckets of one rank; only their shapes, dtypes and devices are read.
-        nodes: for each rank of the group, the index of its node.
+        nodes: for each rank of an instance, the index of its node.
         undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
     """
     largest = max(buckets, key=lambda bucket: bucket.numel)
@@ -236,7 +236,7 @@ def _scaled(
     """Item -> bytes for the run's `buckets`, from purpose -> bytes for the short bucket.
 
     On a CPU every bucket has its own buffers. On a GPU all buckets share those of the largest one,
-    except the residuals, undo copies and, for `TURNS` buckets at a time, the purposes in `OWN`.
+    except that each has its residual and undo copy, and up to `TURNS` have the purposes in `OWN`.
     """
     largest = max(buckets, key=lambda bucket: bucket.numel)
     total_ratio = sum(bucket.numel for bucket in buckets) / short_numel
@@ -264,7 +264,7 @@ def bytes_on_virtual_ranks(
     Args:
         config: the run's settings; `scheme.name=auto` takes the scheme of the fewest bytes.
         bucket: synchronised on a CPU; only its shape and dtype are read.
-        nodes: for each rank of the group, the index of its node.
+        nodes: for each rank of an instance, the index of its node.
         choice: the level.
         undo: whether steps can be skipped or repeated.
 

@@ -396,7 +396,7 @@ def _refuse_without_optimizer(chunks: list[Any], config: SparseConfig) -> None:
     stages = [getattr(chunk.config, "pipeline_model_parallel_size", 1) for chunk in chunks]
     for what, is_set, hint in (
         ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
-        ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
+        ("a loss per token", any(map(divides_by_tokens, chunks)), ", to rescale residuals"),
         (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
         # `auto` has a collective between steps. Without an optimizer it comes in the backward
         # pass, where pipeline stages wait for one another.

@@ -93,7 +93,7 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
     derived = arguments.derived_flags(config, Path(), vocab_size=vocab_size, data_prefix=None)
     parser = arguments.megatron_parser()
     wanted = parser.parse_args(arguments.command_line(derived, config.megatron, parser))
-    if not wanted.group_query_attention:  # each head is a group of its own
+    if not wanted.group_query_attention:  # each head is a group, which the parser does not set
         wanted.num_query_groups = wanted.num_attention_heads
     return wanted
 

@@ -271,8 +271,8 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
     For `residual_checkpoint=sum`. All ranks get all sums, but save different parameters. Yields
     (name, whether it is an expert's, sum over all rows: fp32 [P] on the host).
 
-    Collective over all ranks: for each bucket one all-reduce, one copy to the host, and for that
-    time a buffer of 4 bytes for each element.
+    Collective over all ranks: for each bucket one all-reduce, and meanwhile a buffer of 4 bytes for
+    each element.
     """
     turn = 0  # number of the parameter, which the rank `turn % size` saves
     for group in attachment.groups:

@@ -113,7 +113,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
                 store=store,
             )
     finally:
-        # `finally`: Megatron may leave by sys.exit (--exit-interval, a signal).
+        # After errors as well. A `sys.exit` that the user asked for is no error: `_early_exit`.
         if plugin is not None:
             plugin.close()
     stopped_at = None if config.training.save_signal is None else _stopped_at()

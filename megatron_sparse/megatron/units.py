@@ -116,7 +116,7 @@ class ResidualUnit:
             gradient_factor: Megatron's factor in that run; None if it had none.
 
         Returns:
-            What to multiply the loaded residuals by; None if they have this run's unit.
+            What to multiply the loaded residuals by now; None if by nothing.
         """
         self.loss_scale = loss_scale
         change = self.follow_loss_scale()

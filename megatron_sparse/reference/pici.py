@@ -27,7 +27,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
         linear: the order inside a tile; false is the paper's.
     """
     kept = kept_N.tolist()
-    words, prefix, order = [], [0], []  # `order`: the kept elements in the order of their values
+    words, prefix, order = [], [0], []  # `order`: kept elements, in the record's order
     for begin in range(0, len(kept), TILE):
         for word in range(SIDE):
             bits = 0

@@ -241,7 +241,7 @@ def _load_buckets(folder: Path, last: int, gaps: list[str]) -> dict[str, BucketM
     recent: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=WINDOW))
     try:
         for line in read_lines(path, damaged):
-            # The run may have written later lines since `last` was read.
+            # Not later lines, written since `last` was read, nor those of long before it.
             if last - WINDOW < line["iteration"] <= last:
                 recent[line["bucket"]].append(line)
         found = {name: _medians(name, list(lines)) for name, lines in recent.items()}

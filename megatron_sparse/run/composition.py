@@ -149,7 +149,7 @@ def _scheme_override(text: str) -> str:
         return text
     known = group_options(SCHEME)
     for name in value.split(","):
-        # Hydra and `RunConfig` check what is no word, such as `choice(dense` of a sweep.
+        # What is no word, as both parts of a sweep's `choice(a,b)`, is left to Hydra.
         if re.fullmatch(r"\w+", name) and name not in known:
             raise _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"

@@ -233,7 +233,7 @@ def iteration_breakdown(
         stages' events: call it at the end of an iteration, never inside it.
     """
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
-    # str(): a StrEnum reads back from JSON as the plain string that it is here.
+    # str(): plain strings, because JSON gives a StrEnum back as one.
     schemes = Counter(str(record.scheme) for record in records)
     numel_by_phase: Counter[str] = Counter()
     for record in records:

@@ -86,7 +86,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     if ranks < 2:
         raise one_rank()
     if not started:
-        load_for_sweep(request)  # an error about the file comes before any rank starts
+        load_for_sweep(request)  # refuses a bad output file before ranks start
         return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
     if request.env is not None:
         from megatron_sparse.run.composition import compose
