@@ -141,10 +141,10 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
     if entries:
         filled = min(chunks, entries)  # chunks that have entries, at most
         # An entry's index is its gap to the entry before: the gap's r low bits are in planes, the
-        # rest is in unary. The worst case with a chunk's own r is no longer than with one for all.
+        # rest is in unary. The worst case with one r for all is no shorter than with a chunk's own.
         r = rice_parameter(numel, entries)
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
-        # A filled chunk rounds up to words: its r < log2_span rows of planes, and its unary part.
+        # Each filled chunk rounds up to whole words r < log2_span rows of planes and a unary part.
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
     return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)

@@ -116,13 +116,13 @@ def sample_profile(
 def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -> torch.Tensor:
     """Decodes a rank's own message to fp32 [N]: zeros where nothing was selected.
 
-    The values overwrite an fp32 gradient, as the collective will do with the sum anyway. With a
-    narrower gradient they are in an fp32 buffer: on a CPU that of the collective's sum.
+    The values overwrite an fp32 gradient, as the collective will do with the sum anyway. A narrower
+    gradient is not touched: the values then lie in an fp32 buffer.
 
     Args:
         bucket: the bucket that the message was selected from.
         message: in any format.
-        buffers: lend that buffer.
+        buffers: lend the fp32 buffer, on a CPU the one that the collective sums in.
     """
     sum_N = bucket.grad_N
     if sum_N.dtype != torch.float32:
@@ -170,8 +170,8 @@ class SamplePlan:
         drawn_W = edges[:-1] + (fraction_W * edges.diff()).long()
         # As many finest partitions as windows, at most `FINEST`, rounded down to a power of two.
         of_windows = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
-        # But no fewer than a profile asks for: with one rank these numbers are powers of two, and
-        # each of their partitions must consist of whole finest ones.
+        # `profile` adds them up to counts in 2, 4, ... partitions (`partition_counts`; one rank
+        # adds no other number), so there are at least as many finest ones.
         finest = max([*partition_counts(numel, world_size=1), of_windows])
         return cls(numel, world_size, finest, drawn_W)
 
@@ -265,7 +265,7 @@ class SamplePlan:
 
         Partitions of similar density form a class. The windows in a class give the ratio of a
         union's elements to one rank's; it is mixed with the whole bucket's ratio (`PRIOR`).
-        Suffixes: P finest partitions, W windows, C classes, g sets; in `words_` W is words.
+        Suffixes: P finest partitions, W windows (of `words_`: words), C classes, g sets of ranks.
 
         Args:
             total_P: int64, non-zero elements of all ranks together in each finest partition.
@@ -335,8 +335,8 @@ class SamplePlan:
         """Estimates block size -> the fraction of the sum's blocks that hold a non-zero element.
 
         It lies between one rank's fraction (full overlap, share 0) and that of independent ranks
-        (share 1). `share` is measured in the windows; blocks larger than a window take the share
-        of the largest blocks that are not: sizes ascend.
+        (share 1). `share` is measured in the windows. Sizes ascend, so blocks larger than a window
+        use the last share that was measured.
 
         Args:
             blocks: the fraction of one rank's blocks in the whole bucket that hold an element, by

@@ -233,7 +233,7 @@ def iteration_breakdown(
         stages' events: call it at the end of an iteration, never inside it.
     """
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
-    # str(): plain strings, because JSON gives a StrEnum back as one.
+    # str(): plain strings instead of members of a StrEnum, as they read back from JSON.
     schemes = Counter(str(record.scheme) for record in records)
     numel_by_phase: Counter[str] = Counter()
     for record in records:

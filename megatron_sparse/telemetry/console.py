@@ -179,12 +179,12 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     A MODEL, from the run's own figures. Buckets are in flight for F milliseconds of an iteration:
     *hidden* beside the backward pass, or *exposed*. N of them are the network's: the least of all
     iterations, since in others ranks wait for each other as well. With a preset that sends k times
-    the bytes, buckets are in flight for F + (k - 1) N. Of that the backward pass hides what it hid
-    in the run; if it hid nearly all, up to two thirds of forward and backward. The codec's time is
-    the run's.
+    the bytes, buckets are in flight for F + (k - 1) N. The backward pass can hide as much as it hid
+    in the run; if that was nearly all, it can hide up to two thirds of forward and backward.
+    The codec takes as long as in the run.
     """
     figures = at_target(summary)
-    # A warm-up tells nothing about a preset. On a GPU streams wait, which no stage measures.
+    # A run that ended in its warm-up tells nothing. On a GPU no stage measures streams' waits.
     if figures is summary or summary["device"] != "cpu":
         return None
     whole_ms, stage_ms = figures["iteration_ms_mean"], figures["stage_ms_mean"]
@@ -205,8 +205,8 @@ def advice(summary: Mapping[str, Any]) -> str | None:
         return exposed_ms - max(0.0, new_flight_ms - window_ms)
 
     factors = {"lossless": figures["dense_bytes"] / sent_bytes}
-    # With any preset some parameters are sent whole, in 16 bits. In the run they are what its
-    # density has above the target.
+    # With any preset some parameters are sent whole, in 16 bits. They raise the run's density
+    # above the target, which gives their share.
     whole_bits, aim = 0.0, summary["target_density"]
     if aim is not None and aim < 1:
         whole_bits = 16 * max(0.0, (figures["density"] - aim) / (1 - aim))
@@ -214,7 +214,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
     exposed = f"gradients expose {exposed_ms / whole_ms:.0%} of an iteration"
     seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"
-    # In descending order of bytes. A preset with a factor near 1 is the run's own.
+    # In descending order of bytes. A factor near 1 is skipped: that is the run's own preset.
     for preset, factor in factors.items():
         if factor > 1.3 and saved_ms(factor) >= -AS_FAST * whole_ms:
             return f"{seen}: by a model, preset={preset} would do"

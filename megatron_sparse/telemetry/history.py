@@ -81,7 +81,7 @@ class Iterations:
     def target_begins(self) -> int | None:
         """The first iteration at the target density after a warm-up or ramp.
 
-        None if the run began at the target density, or never reached it, as a dense run.
+        None if the run began at the target density, or never reached it (such as a dense run).
         """
         is_sparse = self.nnz < self.numel
         (at_target,) = np.nonzero((self.phase == PHASES.index("target")) & is_sparse)
@@ -132,7 +132,7 @@ class RunHistory:
         """Computes the fields of `summary.json`; docs/reading-the-breakdown.md explains each.
 
         Rates are medians over iterations, because the first iterations compile and allocate; times
-        are means, medians and 95th percentiles; bytes are sums; shares, densities: ratios.
+        are means, medians and 95th percentiles; bytes are sums; shares and densities are ratios.
         """
         run = self.iterations()
         losses = run.loss[np.isfinite(run.loss)]

@@ -162,7 +162,7 @@ class RunTelemetry:
         """Begins an iteration: drops earlier waits, and starts torch.profiler if it is to profile.
 
         The training thread may have waited for parameters since the last iteration, such as before
-        an evaluation. That wait is not in this iteration's time, but the bytes are in its bytes.
+        an evaluation. That wait counts in no iteration; the bytes sent count in this iteration.
         """
         self._step_s.pop("param_wait", None)
         if self._profile is not None:

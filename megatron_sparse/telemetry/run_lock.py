@@ -40,7 +40,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # The present holder, or one that was killed: others remove their name when they end.
+        # The file names the present holder, or one that was killed: any other removed its name.
         holder = _read(file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

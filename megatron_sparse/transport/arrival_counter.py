@@ -168,7 +168,7 @@ class StoreArrivalCounter:
         count = self._store.add(arrival.key, 1)
         arrival.counted_s = time.perf_counter()
         if count == self._world_size:
-            # A counter suffices: visits complete in order, as later visits still lack this rank.
+            # Visits complete in order, since later ones still lack this rank: a count suffices.
             self._store.add(arrival.complete_key, 1)
             arrival.waited.set_result(0.0)
             self._store.delete_key(arrival.key)

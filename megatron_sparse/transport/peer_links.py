@@ -206,7 +206,7 @@ class PeerLinks:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the sockets without a message: a forked child's parent still uses the links."""
+        """Closes the sockets and sends nothing: in a forked child, the parent still uses them."""
         for link in self._links:
             link.socket.close()
         if self._listener is not None:
@@ -352,8 +352,8 @@ def check_gloo_interfaces() -> None:
 def own_hosts() -> list[str]:
     """Addresses at which other ranks may reach this host, the most likely first.
 
-    Of the interfaces that gloo or NCCL is told to use, of the route to MASTER_ADDR, and of the
-    host's name; at most `MOST_HOSTS`.
+    They belong to the interfaces that gloo or NCCL is told to use, to the route to MASTER_ADDR, and
+    to the host's name; at most `MOST_HOSTS`.
     """
     found: list[str] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -87,7 +87,7 @@ class ProcessGroupTransport:
                 got=f"{device.type} with {backend}",
                 remedy="choose --distributed-backend to match",
             )
-        if nccl_engine:  # checked before the group is borrowed, which an error would have to return
+        if nccl_engine:  # checked before `borrow_group`: after it, an error must return the group
             if device.type != "cuda":
                 raise refusal(device.type)
             require_supported(parent)
@@ -126,7 +126,7 @@ class ProcessGroupTransport:
         """Returns rank 0's text on every rank, padded with spaces to `BROADCAST_BYTES`; blocks."""
         padded = bytearray(text.ljust(BROADCAST_BYTES))
         characters = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        operation = Operation("broadcast", None, self._timeout_s)  # None: liveness itself needs it
+        operation = Operation("broadcast", None, self._timeout_s)  # None: opening it calls this
         try:
             dist.broadcast(characters, group=self.group, group_src=0)
         except RuntimeError as error:

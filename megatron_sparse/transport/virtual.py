@@ -218,7 +218,7 @@ class VirtualCluster:
         gathers_integers = work.what == "all_gather" and not data.is_floating_point()
         is_agreement = gathers_integers or data.dtype == torch.int64  # see `message_scale`
         scale = 1.0 if is_agreement else self.message_scale
-        priced = scale * data.nbytes  # read only of the send
+        priced = scale * data.nbytes  # used only where `is_send`
         side = _Side(rank, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for)
         work.undelivered += 1
         work.waits_for[waiting_for] += 1
