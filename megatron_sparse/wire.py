@@ -111,7 +111,7 @@ def rice_span(density: float) -> int:
 def rice_parameter(numel: int, nnz: int) -> int:
     """Rice's parameter r of a chunk: the number of low bits of a gap that are stored in planes.
 
-    The one whose indices are shortest in the worst case. `numel` counts the chunk's elements,
+    It makes the indices shortest in the worst case. `numel` counts the chunk's elements,
     `nnz` > 0 its entries.
 
     Example:

@@ -157,8 +157,8 @@ def _round_magnitude(
 ):
     """Rounds finite fp32 magnitudes, as bits `u_B`, by cutting off CUT bits; at most to LIMIT.
 
-    STOCHASTIC: by `random_B`; else to nearest even. Below FIXED_BELOW (0: never) it rounds to
-    multiples of 2^-24, the step of fp16's denormals. As in `csrc/elementwise.h`.
+    With STOCHASTIC it rounds by `random_B`, else to nearest even. Below FIXED_BELOW (0: never) it
+    rounds to multiples of 2^-24, the step of fp16's denormals. `csrc/elementwise.h` does the same.
     """
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
     # The sum carries into the bits that stay where the value is rounded up; a tie goes to even.
@@ -259,7 +259,7 @@ def _prune_kernel(
             chance_B = tl.where(at_B >= begin, tl.load(tie_chances + r), chance_B)
         begin = end
         r += 1
-    # At most the largest fp32: infinity is never dropped; a NaN threshold keeps everything.
+    # Capped at the largest fp32, so infinity is never dropped. A NaN threshold drops nothing.
     threshold_B = tl.where(threshold_B > 3.4028234663852886e38, 3.4028234663852886e38, threshold_B)
 
     x_B = _widen(g_B, GRAD) + _widen(e_B, RESIDUAL)

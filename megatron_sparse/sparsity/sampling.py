@@ -126,7 +126,7 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     """
     sum_N = bucket.grad_N
     if sum_N.dtype != torch.float32:
-        # Not the collective's buffer on a GPU: another bucket's exchange may be using that.
+        # This bucket's own: on a GPU another bucket's exchange may be using the collective's.
         sum_N = buffers.take_own("sum", bucket, bucket.numel, torch.float32)
     records = message.buffer[: message.nbytes]
     slots_S = None if message.slots is None else message.slots.offsets
@@ -280,7 +280,7 @@ class SamplePlan:
         class_W = class_P[np.searchsorted(self._cuts, middle_W, side="right") - 1]
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
-            """The sets' elements in the windows of each class, the mean over the sets."""
+            """Counts the elements in the windows of each class; returns the mean over the sets."""
             # Axes: sets, windows, words of a window.
             bits = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             nnz_W = bits.sum((0, 2), dtype=np.int64)
@@ -307,7 +307,7 @@ class SamplePlan:
     ) -> list[float]:
         """Estimates how many elements the ranks' union has in each of Q even partitions.
 
-        That is a rank's exact mean there, times the ratio of the union to one rank. The ratio
+        That is the exact mean over ranks there, times the ratio of the union to one rank. The ratio
         follows from the finest partitions (P), in which elements are assumed to lie evenly. No
         estimate exceeds the size of its partition.
 
@@ -345,11 +345,11 @@ class SamplePlan:
         """
         n, found, share = words_nW.shape[0], {}, 0.0
         union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
-        # Elements in the windows.
-        seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
+        seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL  # elements
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
-                # Of the windows' `count` blocks, those with an element: of one rank, of the union.
+                # Of the `count` blocks in the windows, how many hold an element of one rank (the
+                # mean), and how many one of the union.
                 of_one = np.count_nonzero(_any_of(words_nW, size // WORD_BITS)) / n
                 of_union = np.count_nonzero(_any_of(union_W, size // WORD_BITS))
                 count = -(-seen // size)

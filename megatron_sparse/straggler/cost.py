@@ -117,7 +117,7 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
 
     `message_bytes` are one rank's message, `sum_bytes` the encoded sum; `link` joins any two ranks.
     """
-    both_bytes = message_bytes + sum_bytes  # an exchange, and a gather
+    both_bytes = message_bytes + sum_bytes  # of the exchange and the gather
     rounds = len(make_schedule(n))
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
     # The straggler's port carries its message one way and the sum the other way at the same time.

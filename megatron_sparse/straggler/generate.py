@@ -118,7 +118,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
     for rank in window:
         if rank in holders[due]:
             fitting = (other for other in without_due if chunk_of[other] <= rank - levels)
-            # The oldest chunk; of several ranks with it, one outside the window.
+            # Take the oldest chunk; of several ranks that hold it, prefer one outside the window.
             other = min(fitting, key=lambda other: (chunk_of[other], other in window))
             pairs.append((rank, other))
             with_due.remove(rank)

@@ -161,7 +161,7 @@ class _Even(_State):
         """Adds, in the first rounds, the first copy of the newest chunk, as in Algorithm 1."""
         transfers = super().fixed()
         newest = self.number - 1  # the chunk, and the rank that met the straggler before
-        receiver = newest + self.levels  # it meets the straggler when the chunk is due
+        receiver = newest + self.levels  # if early, it meets the straggler when the chunk is due
         if 0 < self.number < self.levels and receiver < self.chunks:
             transfers.append(Transfer(newest, receiver, newest))
         return transfers
@@ -213,14 +213,14 @@ class _Odd(_State):
         return urgency, -negative_chunk
 
     def _urgency(self, chunk: int, receiver: int) -> float:
-        """How urgent a chunk is: the doublings of its holders that it lacks, less the rounds left.
+        """How urgent a chunk is: how often its holders must still double, less the rounds left.
 
         A penalty lowers it if the receiver meets the straggler before all ranks hold the chunk.
         """
-        # While the straggler has a fixed partner it cannot pass on its copy.
+        # The straggler's copy does not count while a fixed partner keeps it from passing it on.
         copies = self.copies[chunk] - (1 if self.reducing else 0)
         doublings = math.log2((self.n - 1) / copies)
-        rounds_left = chunk + self.levels - self.number + 1
+        rounds_left = chunk + self.levels - self.number + 1  # it is due in round chunk + levels
         urgency = URGENCY * (doublings - rounds_left)
         in_window = self.number < receiver <= self.number + self.levels
         meets_straggler = receiver != self.straggler

@@ -128,7 +128,7 @@ def bucket_scalars(
 
     Args:
         records: the buckets' records.
-        readiness: when the ranks were ready, a record for each bucket, of two steps earlier.
+        readiness: for each bucket, when the ranks were ready two steps earlier (the newest known).
 
     Returns:
         Full metric name, `bucket/<bucket>/...` -> value; without unknown values.

@@ -34,8 +34,8 @@ STAGE_MEANINGS = {
 def exposed_share(stage_ms: Mapping[str, Any], iteration_ms: float | None) -> float | None:
     """Returns the share of exposed communication: the thread's waits over the iteration's time.
 
-    Every report uses this definition: waits for gradients and for parameters together. Of several
-    iterations, pass sums or means, never medians: the sum of all waits over the sum of all times.
+    Every report uses this definition: waits for gradients and for parameters together. For several
+    iterations pass sums or means, never medians: the result is then all waits over all times.
 
     Args:
         stage_ms: milliseconds by stage.
@@ -113,7 +113,7 @@ def thread_parts(
 
     Args:
         stage_ms: milliseconds by stage: of an iteration, or means or medians; None if unknown.
-        iteration_ms: milliseconds of the whole iteration; None, without iterations, omits `REST`.
+        iteration_ms: milliseconds of the whole iteration; None (no iterations) omits `REST`.
         gathers: whether parameters are gathered; otherwise the wait for them is left out.
 
     Example:
