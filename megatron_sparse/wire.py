@@ -98,7 +98,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The least span with `RICE_CHUNK_ENTRIES` or more a chunk at this density; else the largest.
+    """The least span that gives a chunk `RICE_CHUNK_ENTRIES` or more entries; if none, the largest.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries
@@ -144,7 +144,7 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
         # rest is in unary. The worst case with one r for all is no shorter than with a chunk's own.
         r = rice_parameter(numel, entries)
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
-        # Each filled chunk rounds up to whole words r < log2_span rows of planes and a unary part.
+        # Each filled chunk rounds r < log2_span rows of planes and a unary part up to whole words.
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
     return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)

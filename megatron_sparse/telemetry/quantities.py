@@ -152,8 +152,8 @@ def target_density(configured: float | str | None, summary: Mapping[str, Any]) -
     """Returns the density that a run was to reach; None for a run that sent all elements (dense).
 
     Args:
-        configured: `compression.density`, set also in dense runs; for `auto` the density that was
-            sent is returned.
+        configured: `compression.density`, which dense runs have too. For `auto` the density that
+            was sent is returned.
         summary: of the run's iterations, with `phases`.
     """
     phases = summary["phases"]

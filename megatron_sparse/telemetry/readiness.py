@@ -28,7 +28,7 @@ def readiness_line(record: ReadinessRecord) -> str:
     """Returns the line of `readiness.jsonl` for one bucket in one step."""
     return json.dumps(
         {
-            "iteration": record.step + 1,
+            "iteration": record.step + 1,  # steps count from 0, iterations from 1
             "bucket": record.bucket,
             "waited_ms": [round(waited_s * 1e3, 4) for waited_s in record.waited_s],
         },
