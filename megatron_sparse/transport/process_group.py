@@ -126,7 +126,7 @@ class ProcessGroupTransport:
         """Returns rank 0's text on every rank, padded with spaces to `BROADCAST_BYTES`; blocks."""
         padded = bytearray(text.ljust(BROADCAST_BYTES))
         characters = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        operation = Operation("broadcast", None, self._timeout_s)  # None: opening it calls this
+        operation = Operation("broadcast", None, self._timeout_s)  # None: open_liveness calls this
         try:
             dist.broadcast(characters, group=self.group, group_src=0)
         except RuntimeError as error:
