@@ -98,7 +98,7 @@ def blocks_payload_bytes(n_blocks: int, block_size: int, value_dtype: int) -> in
 
 
 def rice_span(density: float) -> int:
-    """The least span that gives a chunk `RICE_CHUNK_ENTRIES` or more entries; if none, the largest.
+    """The least span with which a chunk has `RICE_CHUNK_ENTRIES` at this density; else the largest.
 
     Example:
         >>> rice_span(0.01)  # 131,072 elements, of which 1,311 have entries
@@ -141,7 +141,7 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
     if entries:
         filled = min(chunks, entries)  # chunks that have entries, at most
         # An entry's index is its gap to the entry before: the gap's r low bits are in planes, the
-        # rest is in unary. The worst case with one r for all is no shorter than with a chunk's own.
+        # rest is in unary. One r for all chunks makes the worst case no shorter than their own.
         r = rice_parameter(numel, entries)
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
         # Each filled chunk rounds r < log2_span rows of planes and a unary part up to whole words.

@@ -170,8 +170,8 @@ class SamplePlan:
         drawn_W = edges[:-1] + (fraction_W * edges.diff()).long()
         # As many finest partitions as windows, at most `FINEST`, rounded down to a power of two.
         of_windows = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
-        # `profile` adds them up to counts in 2, 4, ... partitions (`partition_counts`; one rank
-        # adds no other number), so there are at least as many finest ones.
+        # But at least the largest power of two in `partition_counts` (with one rank it has only
+        # powers): `profile` makes those partitions of whole finest ones.
         finest = max([*partition_counts(numel, world_size=1), of_windows])
         return cls(numel, world_size, finest, drawn_W)
 
@@ -265,7 +265,7 @@ class SamplePlan:
 
         Partitions of similar density form a class. The windows in a class give the ratio of a
         union's elements to one rank's; it is mixed with the whole bucket's ratio (`PRIOR`).
-        Suffixes: P finest partitions, W windows (of `words_`: words), C classes, g sets of ranks.
+        Suffixes: P finest partitions, W windows (words in `words_`, `sets_`), C classes, g sets.
 
         Args:
             total_P: int64, non-zero elements of all ranks together in each finest partition.

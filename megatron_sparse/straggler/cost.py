@@ -67,7 +67,7 @@ class SplitTimes:
 
     @property
     def critical_s(self) -> float:
-        """The delay above which the straggler-aware collective is faster; always, if negative.
+        """The delay above which the straggler-aware collective is faster; negative if it always is.
 
         For the dense collective against the ring this is StragglAR's appendix B, exactly. The paper
         then simplifies it for large n, which is 1 % off for 64 ranks and 5 % for 8.

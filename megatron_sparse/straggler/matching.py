@@ -217,7 +217,7 @@ class _Odd(_State):
 
         A penalty lowers it if the receiver meets the straggler before all ranks hold the chunk.
         """
-        # The straggler's copy does not count while a fixed partner keeps it from passing it on.
+        # The straggler's copy does not count while a fixed partner keeps the straggler busy.
         copies = self.copies[chunk] - (1 if self.reducing else 0)
         doublings = math.log2((self.n - 1) / copies)
         rounds_left = chunk + self.levels - self.number + 1  # it is due in round chunk + levels

@@ -233,12 +233,12 @@ def iteration_breakdown(
         stages' events: call it at the end of an iteration, never inside it.
     """
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
-    # str(): plain strings instead of members of a StrEnum, as they read back from JSON.
     schemes = Counter(str(record.scheme) for record in records)
     numel_by_phase: Counter[str] = Counter()
     for record in records:
         for stage, time_us in record.timer.times_us().items():
             stage_us[stage] += time_us
+        # str(): a plain string instead of a member of a StrEnum, as it reads back from JSON.
         numel_by_phase[str(record.phase)] += record.numel
     sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
     planned_nnz = sum(record.density * record.numel for record in records)

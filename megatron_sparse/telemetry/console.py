@@ -184,7 +184,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     The codec takes as long as in the run.
     """
     figures = at_target(summary)
-    # Before the target density a run tells nothing. On a GPU no stage measures streams' waits.
+    # Before the target density a run tells nothing of presets. On a GPU streams wait unmeasured.
     if figures is summary or summary["device"] != "cpu":
         return None
     whole_ms, stage_ms = figures["iteration_ms_mean"], figures["stage_ms_mean"]

@@ -35,7 +35,7 @@ def exposed_share(stage_ms: Mapping[str, Any], iteration_ms: float | None) -> fl
     """Returns the share of exposed communication: the thread's waits over the iteration's time.
 
     Every report uses this definition: waits for gradients and for parameters together. For several
-    iterations pass sums or means, never medians: the result is then all waits over all times.
+    iterations pass sums or means (not medians): the result is then all waits over all times.
 
     Args:
         stage_ms: milliseconds by stage.

@@ -102,7 +102,7 @@ def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[s
             over buckets) and `straggler/rank` (of the longest delay); empty if nothing is measured.
         without: number of buckets of this step that were synchronised without the straggler.
     """
-    if not records:  # a mode without measurement, or the first steps of a run
+    if not records:  # nothing is measured, or not known yet (a run's first steps)
         return {"straggler/buckets_without": float(without)} if without else {}
     longest = max(records, key=lambda record: delay_s(record.ready_s))
     return {

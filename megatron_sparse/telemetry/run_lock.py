@@ -40,7 +40,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # The file names the present holder, or one that was killed: any other removed its name.
+        # The file names the present holder or a killed one: others remove their name when they end.
         holder = _read(file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

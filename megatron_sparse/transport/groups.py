@@ -41,7 +41,7 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
         CommunicationError: not all ranks have called this within `timeout_s`.
     """
     # `destroy_process_group` ends all groups, and a program may initialise torch.distributed again:
-    # so forget groups whose default group is gone. (A weak reference tells; an id may be reused.)
+    # so forget groups whose default group is gone. (Weak references tell this; ids are reused.)
     for old in [key for key in _free if key[0]() is None]:
         del _free[old]
     key = (weakref.ref(dist.group.WORLD), tuple(ranks), backend, timeout_s)

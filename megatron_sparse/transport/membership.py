@@ -58,7 +58,7 @@ class NodeAnswer(NamedTuple):
         host_number = int.from_bytes(digest)
         for source, variable in enumerate(_SOURCES[:-1]):
             if variable in environment:
-                # LOCAL_WORLD_SIZE is torchrun's too: it counts ranks of the nodes of GROUP_RANK.
+                # torchrun sets LOCAL_WORLD_SIZE too, for the node that GROUP_RANK numbers.
                 is_torchrun = variable == "GROUP_RANK"
                 local = _number(environment, _LOCAL_RANKS) if is_torchrun else _UNKNOWN
                 return cls(_number(environment, variable), host_number, source, local)

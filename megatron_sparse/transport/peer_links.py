@@ -170,7 +170,7 @@ class PeerLinks:
         raise OSError("; ".join(failures) or "it has no address")
 
     def _connect(self, host: str, port: int, rank: int, token: str) -> _Link:
-        """Connects and shakes hands with a listener; raises as `receive`; OSError: another rank."""
+        """Connects and shakes hands; raises as `receive`, and OSError if another rank answers."""
         connected = socket.create_connection((host, port), timeout=CONNECT_S)
         try:
             link = _Link(connected, rank, token)
