@@ -117,7 +117,7 @@ def _decode_(
 ) -> torch.Tensor:
     """Calls the native op; returns its statuses, one after the other for each message.
 
-    They are on the device of `acc_M`. Of the arguments only slots on CUDA are checked here.
+    They are on the device of `acc_M`. Only `slots` are checked here, and only on CUDA.
     """
     offsets, slots, device = expected.segment_offsets, expected.slots, acc_M.device
     records = offsets.numel() - 1

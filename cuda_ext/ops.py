@@ -323,8 +323,8 @@ def sample_threshold(
     Of a range of n elements it samples s = min(n, samples), one from each of s equal strata. The
     threshold is the magnitude `|g + e|` of rank floor(density * s), in descending order from 0. Of
     the samples, A exceed it and E equal it. The tie chance is (density * s - A) / E, so density * s
-    samples are kept on average, whatever their distribution. If E is 1 the range's key decides here
-    whether that sample is kept, by a chance of 0 or 1: so the decision does not depend on the
+    samples are kept on average, whatever their distribution. If E is 1 that chance is rounded here
+    to 0 or 1 at random, by the range's key: so whether the sample is kept does not depend on the
     element's index in the bucket. A threshold of 0, above which all non-zero elements lie, has
     chance 0; so has infinity, which is always sent. NaN counts as infinite. A pure function.
 

@@ -54,7 +54,7 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
-from megatron_sparse.pricing.records import Density, RecordFormat
+from megatron_sparse.pricing.records import PerRank, RecordFormat
 
 NAME = "direct"
 
@@ -197,7 +197,7 @@ def split_cost(run: DryRun, form: RecordFormat) -> None:
     add_shards_cost(run, form, run.densities.shards(1, run.n))
 
 
-def send_shards_cost(run: DryRun, sizes: Density) -> None:
+def send_shards_cost(run: DryRun, sizes: PerRank) -> None:
     """Every rank sends every owner its shard, pairwise; `sizes` are by owner."""
     ranks, sizes_n = np.arange(run.n), np.broadcast_to(sizes, run.n)
     run.shifts([(step, sizes_n[(ranks - step) % run.n], 0.0) for step in range(1, run.n)])
@@ -215,7 +215,7 @@ def spread_sums_cost(
     form: RecordFormat,
     sum_density_n: np.ndarray,
     sent_density_n: np.ndarray,
-    gather_cost: Callable[[DryRun, Density, Density], None] | None = None,
+    gather_cost: Callable[[DryRun, PerRank, PerRank], None] | None = None,
 ) -> None:
     """Each owner encodes its sum, ranks all-gather the sizes unless they are fixed, then the sums.
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_sparse.collectives.base import Phase, Round, Subgroup
 from megatron_sparse.pricing.dry_run import DryRun
-from megatron_sparse.pricing.records import Density
+from megatron_sparse.pricing.records import PerRank
 
 Arrived = Callable[[int, torch.Tensor], None]
 """Called with a rank and its piece, once for each rank."""
@@ -93,7 +93,7 @@ def ring_all_gather(
     pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
     def piece_of_round(number: int) -> torch.Tensor:
-        """The piece that arrived in round `number`, from 1 on, of rank - number; 0: the own one."""
+        """The piece of rank - number, which arrives in round `number`; 0: this rank's own."""
         return pieces[-number % n]
 
     # A rank passes on the piece that arrived in the round before, at first its own.
@@ -143,7 +143,7 @@ def doubling_all_gather(
     yield from group.in_rounds(rounds, hand_over, last=True)
 
 
-def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) -> None:
+def doubling_all_gather_cost(run: DryRun, nbytes: PerRank, decoding: PerRank) -> None:
     """Predicts the time of `doubling_all_gather`: pieces are decoded one round after they arrive.
 
     `nbytes`: of each rank's piece; `decoding`: seconds to decode it. One number holds for all.

@@ -197,8 +197,8 @@ def _lane_layouts(
 ) -> dict[tuple[bool, Cuts], Layout]:
     """The cache of layouts for `Bucket.layout`, which fills it: one dict for each lane's bucket.
 
-    The lane's bucket is a new object in each step. With new layouts too, the caches by layout in
-    `records` would grow each step.
+    The lane's bucket is a new object in each step. If its layouts were new too, the caches in
+    `records`, whose keys are layouts, would grow in each step.
     """
     return {}
 

@@ -162,7 +162,7 @@ def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
 
 
 def _check_engine(config: SparseConfig) -> None:
-    """Refuses `scheme.nccl_engine` with Rice-coded records, or without capacity mode.
+    """Refuses `scheme.nccl_engine` with Rice records (any `value_bits`) or without capacity mode.
 
     The engine needs messages of fixed size, and it cannot encode format rice.
     """

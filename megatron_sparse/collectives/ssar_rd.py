@@ -1,16 +1,16 @@
 """SSAR recursive doubling (SparCML, Renggli et al. 2019): the whole sparse sum, doubled each round.
 
 For small or very sparse buckets: few rounds, but every rank sends its growing sum in each of them.
-Let p be the largest power of two that is at most n. Ranks below p are active; rank p + i folds into
+Let m be the largest power of two that is at most n. Ranks below m are active; rank m + i folds into
 rank i.
 
 Agreement: one all-gather of the collective's identity, 8 (2 + n) bytes a rank.
-Fold (if n > p): rank p + i sends its message to rank i, which adds it.
-Doubling: for d = 1, 2, ..., p / 2, ranks at distance d exchange their sums and add. Addition
+Fold (if n > m): rank m + i sends its message to rank i, which adds it.
+Doubling: for d = 1, 2, ..., m / 2, ranks at distance d exchange their sums and add. Addition
 commutes, so both have the same bits. A message that has not changed is not encoded again.
-Unfold (if n > p): rank i sends the sum to rank p + i.
+Unfold (if n > m): rank i sends the sum to rank m + i.
 
-Each of these log2 p (+ 2) steps is two rounds: 8 bytes with the size, then the records. Rank r < p
+Each of these log2 m (+ 2) steps is two rounds: 8 bytes with the size, then the records. Rank r < m
 sends the records of the sum of its d (folded ones too) for each d; the fold sends |message|, the
 unfold |sum|. Partial sums are encoded again in every step, sparse or dense, whichever is smaller.
 All-reduce only.
@@ -27,7 +27,7 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
-from megatron_sparse.pricing.records import Density, each
+from megatron_sparse.pricing.records import PerRank, each
 
 NAME = "ssar_rd"
 
@@ -40,7 +40,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     identity = Identity.of_message(NAME, exchange, message)
     group = whole_group(exchange.transport, identity.tag)
     n, rank = group.world_size, group.rank
-    active = 1 << (n.bit_length() - 1)  # p
+    active = 1 << (n.bit_length() - 1)  # m
     whole = whole_cut(message.layout)
     yield from exchange_sizes([], identity, exchange.transport)
     sums = SparseSum(exchange, message)
@@ -99,7 +99,7 @@ def cost(run: DryRun) -> None:
     record; folding where n is no power of two; and the encoding of the sum in each step.
     """
     n, whole = run.n, run.piece()
-    active = 1 << (n.bit_length() - 1)
+    active = 1 << (n.bit_length() - 1)  # m; `run.p` are bytes of a value of a partial sum
     ranks = np.arange(n)
     is_active_n = ranks < active
     is_lead_n = ranks < n - active  # whether another rank folds into the rank
@@ -110,7 +110,7 @@ def cost(run: DryRun) -> None:
         """The densities of sums of `count_n` messages."""
         return np.asarray(each(lambda count: run.densities.whole(round(count)), count_n))
 
-    def pass_records(target_n: np.ndarray, nbytes_n: Density) -> None:
+    def pass_records(target_n: np.ndarray, nbytes_n: PerRank) -> None:
         """Runs the two rounds of a step: sizes, then records; a target of -1 sends nothing."""
         run.exchanges([(target_n, WORD_BYTES), (target_n, nbytes_n)])
 

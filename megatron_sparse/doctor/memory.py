@@ -236,7 +236,7 @@ def _scaled(
     """Item -> bytes for the run's `buckets`, from purpose -> bytes for the short bucket.
 
     On a CPU every bucket has its own buffers. On a GPU all buckets share those of the largest one,
-    except that each has its residual and undo copy, and up to `TURNS` have the purposes in `OWN`.
+    but each has a residual and undo copy, and buffers of `OWN` exist up to `TURNS` times.
     """
     largest = max(buckets, key=lambda bucket: bucket.numel)
     total_ratio = sum(bucket.numel for bucket in buckets) / short_numel

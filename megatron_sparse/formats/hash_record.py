@@ -3,7 +3,8 @@
 In ZEN a rank sends a server its elements of a partition as pairs of index and value, and fetches
 the partition's sum as a hash bitmap. Both are records of the format `hash bitmap`
 (docs/wire-format.md) in one of three forms: bitmap, dense or pairs. `hash_bitmap` and `hash_pairs`
-read and write the sections after the head. A position is an element's number there.
+read and write the sections after the head. A position is an element's number in
+its partition.
 """
 
 from __future__ import annotations

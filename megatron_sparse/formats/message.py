@@ -96,7 +96,7 @@ class Message:
 
     @property
     def nnz(self) -> int:
-        """How many non-zero elements the message has, those of kept segments included.
+        """How many non-zero elements the message has, also in segments that are sent whole.
 
         In capacity mode the count is in the reports: reads them, unless they have been read.
         """

@@ -175,7 +175,7 @@ class Attachment(HostState):
         """Starts the plugin's reduction of a bucket group; returns the handle to wait for."""
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
-        # Confirming a sum reads its error reports: in the optimizer's step, or else at once.
+        # Confirming reads a sum's error reports: in `wait`, or later in the optimizer's step.
         when_queued = Pending.confirm if self._optimizer is None else self._sums.add
         return Handle(pending, when_queued)
 

@@ -150,8 +150,8 @@ def _residual_lines(attachment: Attachment, checkpoint: Path, saved: Saved) -> l
         how = "residuals restored from their sum"
     else:
         how = "residuals restored"
-    lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    if saved.rows is not None and saved.rows != row_layouts(attachment):
+    lines = [f"{checkpoint}, step {attachment.step}: {how}"]
+    if "restored" in how and saved.rows not in (None, row_layouts(attachment)):
         before, now = _in_words(saved.rows), _in_words(row_layouts(attachment))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "

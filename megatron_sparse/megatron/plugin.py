@@ -375,7 +375,7 @@ def install(
     Args:
         config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
         run_dir: folder for summary, breakdown and plan; None writes no files. When Megatron has
-            built the model, the last rank locks it, or raises a ConfigError if another run has it.
+            built the model, the last rank locks the folder: a ConfigError if another run has it.
         resolved_config: of `megatron-sparse train`, which has locked `run_dir`; for the summary.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 

@@ -21,7 +21,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.pricing.clocks import RankClocks
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.densities import SumDensities
-from megatron_sparse.pricing.records import BlockFormat, Density, Piece, RecordFormat
+from megatron_sparse.pricing.records import BlockFormat, PerRank, Piece, RecordFormat
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport.topology import Link, Topology
 
@@ -121,7 +121,7 @@ class DryRun:
             density = float(self.densities.block_density(1, 1, self.options.block_size)[0])
         self.work(form.seconds(CodecOp.SELECT, self.piece(), density, self.b))
 
-    def work(self, seconds: Density) -> None:
+    def work(self, seconds: PerRank) -> None:
         """Local work of every rank."""
         self.clocks.work(seconds)
 
@@ -155,19 +155,19 @@ class DryRun:
         """Seconds to make fp32 values zero: a copy that reads nothing."""
         return self.plain(CodecOp.COPY, numel) / 2
 
-    def exchange(self, target_n: np.ndarray, nbytes: Density) -> None:
+    def exchange(self, target_n: np.ndarray, nbytes: PerRank) -> None:
         """One round of messages to these ranks, -1 for none; bytes are by sender."""
         self.exchanges([(target_n, nbytes)])
 
-    def exchanges(self, rounds: Sequence[tuple[np.ndarray, Density]]) -> None:
+    def exchanges(self, rounds: Sequence[tuple[np.ndarray, PerRank]]) -> None:
         """Exchanges of (target, bytes by sender) that follow one another without local work."""
         self.clocks.in_rounds([(*each, 0.0) for each in rounds])
 
-    def shift(self, step: int, nbytes: Density) -> None:
+    def shift(self, step: int, nbytes: PerRank) -> None:
         """A round in which rank r sends to rank r - step, so that no rank's port is shared."""
         self.shifts([(step, nbytes, 0.0)])
 
-    def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
+    def shifts(self, rounds: Sequence[tuple[int, PerRank, PerRank]]) -> None:
         """Runs rounds, each (step, bytes sent, seconds of work meanwhile): r sends to r - step.
 
         Bytes and seconds are one number for all ranks r, or an array with one for each rank.

@@ -100,8 +100,8 @@ class SparsityProfile:
     def sum_density(self, ranks: int) -> float:
         """The density of the sum of the gradients of `ranks` ranks, at least one.
 
-        The density gives u = -log(1 - density), the mean number of ranks that have an element if
-        they choose independently. Between two measured numbers of ranks, u follows a power law in
+        A sum's density gives u = -log(1 - density), which adds up over ranks that choose their
+        elements independently. Between two measured numbers of ranks, u follows a power law in
         that number; beyond the last one, the law of the last two. So it is exact for independent
         uniform positions (u grows with the ranks) and full overlap (u is constant). Never above 1.
         """

@@ -36,8 +36,8 @@ KEPT_BYTES = 2
 """Of an element that is always sent whole, in a message with values of few bits: bf16."""
 CHUNK_BITS = 95
 
-Density = float | np.ndarray
-"""nnz / numel of a piece, or of each rank's piece."""
+PerRank = float | np.ndarray
+"""A density, bytes or seconds: one number for all ranks, or an array with one for each."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RecordFormat:
     value_bits: int | None = None
     fixed: bool = False
 
-    def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
+    def nbytes(self, piece: Piece, density: PerRank, value_bytes: int) -> PerRank:
         """Bytes of a piece's records: one for pruned elements, one for kept ones, if any.
 
         Args:
@@ -86,7 +86,7 @@ class RecordFormat:
         pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
         return headers + piece.kept * kept_bytes + pruned_bytes
 
-    def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
+    def seconds(self, op: CodecOp, piece: Piece, density: PerRank, value_bytes: int) -> PerRank:
         """Seconds of one codec call on a piece: on its kept elements and on its pruned ones.
 
         Args:
@@ -98,7 +98,7 @@ class RecordFormat:
         kept_s = self.cluster.codec_s(op, "dense", piece.kept, 1.0, value_bytes)
         return kept_s + each(lambda d: self._pruned_s(op, piece.pruned, d, value_bytes), density)
 
-    def _pruned_bytes(self, numel: float, density: Density, value_bytes: int) -> Density:
+    def _pruned_bytes(self, numel: float, density: PerRank, value_bytes: int) -> PerRank:
         """Bytes of the record of so many elements that may be pruned, without its header."""
         kind = self.name, self.value_bits, self.fixed
         return numel * each(lambda d: record_bytes(d, value_bytes, *kind), density)
@@ -129,7 +129,7 @@ class BlockFormat(RecordFormat):
 
     block_size: int = DEFAULT_BLOCK_SIZE
 
-    def _pruned_bytes(self, numel: float, density: Density, value_bytes: int) -> Density:
+    def _pruned_bytes(self, numel: float, density: PerRank, value_bytes: int) -> PerRank:
         blocks = np.asarray(density) * numel / self.block_size
         sparse = BLOCKS_SUBHEADER.size + blocks * (INDEX_BYTES + self.block_size * value_bytes)
         return np.minimum(sparse, numel * value_bytes)
@@ -145,22 +145,22 @@ class BlockFormat(RecordFormat):
         return self.cluster.codec_s(op, form, numel, element_density, value_bytes)
 
 
-def push_bytes(positions: float, density: Density, value_bytes: int) -> Density:
+def push_bytes(positions: float, density: PerRank, value_bytes: int) -> PerRank:
     """ZEN's Push record of one partition: pairs, a bitmap or dense, whichever is the smallest."""
     pairs = np.asarray(density) * (INDEX_BYTES + value_bytes)
     return SECTIONS_AT + positions * np.minimum(pairs, _by_position(density, value_bytes))
 
 
-def pull_bytes(positions: float, density: Density, value_bytes: int) -> Density:
+def pull_bytes(positions: float, density: PerRank, value_bytes: int) -> PerRank:
     """ZEN's Pull record of one partition: a bitmap or dense."""
     return SECTIONS_AT + positions * _by_position(density, value_bytes)
 
 
-def _by_position(density: Density, value_bytes: int) -> Density:
+def _by_position(density: PerRank, value_bytes: int) -> PerRank:
     return np.minimum(BITMAP_BYTES + np.asarray(density) * value_bytes, value_bytes)
 
 
-def each(function: Callable[[float], float], density: Density) -> Density:
+def each(function: Callable[[float], float], density: PerRank) -> PerRank:
     """Applies a function to a density, or to each in an array, once if 12 decimals are equal."""
     if np.ndim(density) == 0:
         return function(float(density))

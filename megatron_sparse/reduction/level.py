@@ -225,7 +225,7 @@ class _LevelWithParts(Level):
             return
         steps = dense_allpairs(self._exchange(region, record), values_N, record.step)
         with record.timer.inside():
-            sent_bytes = yield from without(steps, Marker)  # this job will post more: step 2
+            sent_bytes = yield from without(steps, Marker)  # no `POSTED`: step 2 posts more
         record.inside_bytes += sent_bytes
         store(shard_M, values_N[region.shard(self._group.rank)])
 

@@ -26,7 +26,7 @@ class VirtualWork:
         self.what = what
         self.undelivered = 0  # messages of this work; 0: it is ready
         self.done_s = clock_s[rank]  # the modelled end
-        self.waits_for: Counter[str] = Counter()  # what a peer has yet to do -> messages
+        self.waits_for: Counter[str] = Counter()  # a peer's missing action -> its messages
         self._clock_s = clock_s
 
     def ready(self) -> bool:
