@@ -86,7 +86,7 @@ class CodecCall:
 def codec_calls(
     numel: int, densities: Sequence[float], device: torch.device
 ) -> Iterator[CodecCall]:
-    """Yields a call of each operation on fp32 vectors; of a sparse format one for each density."""
+    """Yields calls of each operation on fp32 vectors: at each density, or once if none matters."""
     acc_N, other_N = (torch.zeros(numel, device=device) for _ in range(2))
     yield CodecCall(CodecOp.ADD, "dense", 1.0, lambda: acc_N.add_(other_N))
     yield CodecCall(CodecOp.COPY, "dense", 1.0, lambda: acc_N.copy_(other_N))

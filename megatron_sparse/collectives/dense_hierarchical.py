@@ -106,8 +106,8 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         folding = Folding(across)
         lane_cuts = cuts[::k]  # borders of the lanes' parts
         node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of the pieces of this lane
-        # Without guests this rank's last posts are in phase 2 of a reduce-scatter (phase 1 with one
-        # node), and in phase 4 of an all-reduce (phase 3 with one lane).
+        # `last`: this rank posts nothing later. Without guests the last phase is 2 in a
+        # reduce-scatter (1 with one node), 4 in an all-reduce (3 with one lane).
         ends = scatter and not lanes.guests
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
         yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)

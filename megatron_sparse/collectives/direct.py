@@ -192,7 +192,7 @@ def split_cost(run: DryRun, form: RecordFormat) -> None:
     """
     if not run.has_slots:  # in capacity mode there is no agreement
         run.agree()
-    # Of `run.n` shards: the elements of one, and the density of each one's records.
+    # The bytes sent include the unused room of slots; the additions count only elements.
     send_shards_cost(run, form.nbytes(run.piece(run.n), run.message_density(run.n), run.b))
     add_shards_cost(run, form, run.densities.shards(1, run.n))
 

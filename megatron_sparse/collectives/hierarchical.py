@@ -21,7 +21,7 @@ Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's oth
 reduce-scatter it sends each rank without a lane the shard of that rank, and nothing else.
 
 A node with more ranks than lanes has surplus ranks, which only send in phase 1 and only receive in
-phase 3; each is a guest of one of the node's lanes.
+phase 3; each is a guest of one of the node's lanes. A lane's *owners* are its rank and its guests.
 Inside a node partial sums travel in fp32, and complete sums in the gradient's dtype. Between nodes
 both are fp32, or bf16 where `scheme.wire_dtype=bf16` narrows an fp32 gradient: a node's sum may not
 fit into fp16. So a node's sum of bf16 gradients is never rounded to bf16 before the last addition.

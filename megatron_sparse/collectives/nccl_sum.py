@@ -36,7 +36,7 @@ def sum_in_one_call(
 
     Args:
         scheme: its name, for errors.
-        sums: receives the sum of a message in slots. Mutated.
+        sums: receives the sum; its message is in slots. Mutated.
         communicator: of the group.
         by_owners: each rank adds up its own shard (`direct`); else every rank adds up the whole
             bucket (`agsparse`).

@@ -232,8 +232,8 @@ class ResidualStore:
             )
         for name in list(self._pending):
             self._restore(name)
-        self._emptied.clear()
-        self._goes_on = self._is_apart = False
+        self._emptied.clear()  # residuals that `commit` was to free: they are kept
+        self._goes_on = self._is_apart = False  # flags of the step, which is over
 
     def _restore(self, name: str) -> None:
         """Undoes a pending selection: the residual is its undo copy again; a new one is zeros."""

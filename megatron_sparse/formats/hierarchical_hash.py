@@ -59,8 +59,8 @@ def hierarchical_hash(
 ) -> Partitioned:
     """Groups a rank's entries by partition with Algorithm 1; partition i is for server i.
 
-    The paper has one memory for all n partitions: for K entries r1 = 2 |G| d_G = 2 K slots, with
-    r2 = r1 / 10 and k = 3. Here each partition has its own: by default r1 = 2 K / n, r2 = r1 / 10.
+    The paper has one memory for all n partitions: for K entries r1 = 2 K slots that k = 3 hashes
+    choose from, and r2 = r1 / 10 serial ones. Here each has its own, by default r1 = 2 K / n.
 
     An entry that finds the serial memory of its partition full is set aside. Afterwards that serial
     memory is extended by exactly as many slots as needed, so no entry is lost, even if all indices

@@ -182,7 +182,7 @@ def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     flags: dict[str, object] = {}
     save_signal = config.training.save_signal
     if config.training.save_interval or save_signal:
-        # With `save` Megatron also saves at the end of the run, and needs an interval even then.
+        # `save` requires an interval. Megatron also saves at the end: `iterations` adds no save.
         interval = config.training.save_interval or config.training.iterations
         flags |= {"save": str(own_folder), "save_interval": interval}
     if save_signal:

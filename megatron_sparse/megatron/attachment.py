@@ -313,7 +313,7 @@ class Attachment(HostState):
         for wrapped in self.wrapped:
             wrapped.close()
         if self._optimizer is not None:
-            self._optimizer.close()  # before `parameters`, whose wrapper it has wrapped
+            self._optimizer.close()  # before `parameters`, which wrapped updates earlier
             self._optimizer = None
         self.parameters.close()
         self._give_back()

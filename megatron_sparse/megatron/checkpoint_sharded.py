@@ -117,8 +117,8 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         residuals: whether to read residuals; else the model-parallel layout may differ.
 
     Raises:
-        CheckpointError: residuals are of another version, model-parallel layout or split of layers
-            over the pipeline, or of a parameter of another size.
+        CheckpointError: with `residuals`: another version, model-parallel layout, split of layers
+            over the pipeline, or size of a parameter.
     """
     found = _entries(checkpoint)
     saved = _read_header(checkpoint, found, residuals=residuals)

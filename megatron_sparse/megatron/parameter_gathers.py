@@ -306,9 +306,9 @@ def _on_gpu(group: GroupBuckets) -> str | None:
 
 
 def _in_lanes(config: SparseConfig, reducer: GradientReducer) -> SparseConfig:
-    """At level `node` turns `per_node=auto` into `always`: gradients cross nodes in lanes, too."""
+    """At level `node`, `per_node=auto` is `always`: each record goes to a node once, in a lane."""
     level = reducer.level_groups
-    is_node_level = level is not None and level.level == NODE
+    is_node_level = level is not None and level.level == NODE  # a lane: one rank of each node
     if not is_node_level or config.parameters.per_node != "auto":
         return config
     return replace(config, parameters=replace(config.parameters, per_node="always"))

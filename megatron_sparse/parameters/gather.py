@@ -127,7 +127,7 @@ class ShardGather[W: Way](ABC):
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
-        # Of this rank's shard the old bits (exact), or the master or replica (lossy).
+        # Of this rank's shard: old bits (exact), master or replica (see `lossy`).
         self._kept_M: torch.Tensor | None = None  # None: the next gather is raw
         self._number = 0  # of the next gather, the same on all ranks
 

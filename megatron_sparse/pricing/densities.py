@@ -82,7 +82,7 @@ class SumDensities:
         by_size, measured_ranks = profile.block_density, 1
         if ranks > 1:
             by_size, measured_ranks = profile.sum_block_density, profile.world_size
-        # The fit is on the whole bucket, as the measurement was; fine parts show its skewness.
+        # The module's e, fitted to the whole bucket, as measured; 64 parts or more show skewness.
         whole_P = self._partitions(measured_ranks, max(parts, 64))
         block_elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         shard_P = self.shards(ranks, parts)

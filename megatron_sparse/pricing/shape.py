@@ -24,7 +24,7 @@ class BucketShape:
         partial_bytes: of a value of a partial sum on the wire: 4, or 2 where
             `scheme.wire_dtype=bf16` narrows an fp32 gradient.
         value_bits: of a value of a rank's own message, as `compression.value_bits`; values of sums
-            and dense schemes have `element_bytes`. None: so have those of messages.
+            and dense schemes have `element_bytes`. None: values of messages have that, too.
         lanes: number of lanes, one of which exchanges this bucket; 1 if all ranks exchange it. The
             other lanes exchange as many elements at the same time, over the same links, see
             `planner.prices.lane_cluster`.

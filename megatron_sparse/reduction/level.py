@@ -144,8 +144,8 @@ class Level:
     def part(self, bucket: Bucket) -> Bucket:
         """The part of `bucket` that this rank selects from; at level `rank` the bucket itself.
 
-        Always the same object for a bucket. Its gradient always has the right size, dtype and
-        device, but holds the inner group's sum only from `inside` to the end of the bucket's job.
+        Always the same object for a bucket. The part's gradient always has the right size, dtype
+        and device, but step 1's sum only from `inside` to the end of the bucket's job.
         """
         return bucket
 

@@ -110,7 +110,7 @@ class ProgressThread(Progress):
         """Ends the thread. Jobs that still run after `CLOSING_S` end with an error.
 
         Their peers may never take part, for example if an error ends this rank's step: so this does
-        not wait for the timeout. The other ranks are told of the error (`announce`).
+        not wait for the timeout. The thread tells the other ranks (`announce`).
         """
         with self._wake:
             self._close_deadline_s = time.perf_counter() + CLOSING_S

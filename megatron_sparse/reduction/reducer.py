@@ -155,7 +155,7 @@ class GradientReducer:
 
     Args:
         config: `compression`, `scheme` and `straggler` are read.
-        groups: the ranks, as groups for the optional features.
+        groups: the ranks, and the optional features' groups.
         planner: chooses the scheme of each bucket.
         residuals: error feedback; shared by all reducers of a model. The progress thread mutates
             it between `start` and `wait`.

@@ -37,7 +37,7 @@ def prune_encode(
 
     Args are those of `cuda_ext.ops.prune_encode`.
     """
-    # Values that will be quantised are first rounded to the gradient's dtype only.
+    # To be quantised: FP32, so that `prune` rounds only to the gradient's dtype.
     wire_dtype = FP32 if spec.value_dtype in RICE_BITS else spec.value_dtype
     if pruning.capacity_S is None:
         values_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)

@@ -75,7 +75,7 @@ def cell(meaning: str, column: str = "", **default: Any) -> Any:
     Args:
         meaning: what the field is, in words; `null` stands for None.
         column: the column's `format title`, see `Columns`; empty for a field that only JSON has.
-            Further columns, such as ratios, are separated by `|` and begin with an attribute.
+            Further columns, such as ratios, follow after `|`: `attribute format title`.
         default: none, or the argument `default` of `dataclasses.field`.
 
     Example:

@@ -54,7 +54,7 @@ class RunEnd:
         folder.mkdir(parents=True, exist_ok=True)
         path, text = folder / OUTCOME_FILE, json.dumps(asdict(self)) + "\n"
         if replace:
-            with suppress(FileNotFoundError):  # another rank replaced it at the same moment
+            with suppress(FileNotFoundError):  # another rank renamed the partial file first
                 write_whole(path, text)
             return
         with suppress(FileExistsError), path.open("x") as file:

@@ -241,7 +241,7 @@ def _begin_for_all(
 ) -> tuple[RunConfig, Path] | None:
     """Begins the run on rank 0, and puts the answer for the other ranks into the store.
 
-    The answer is empty if an error is raised: the other ranks then exit.
+    The answer is the run's schedule and folder; empty after an error: the others then exit.
     """
     answer = ""
     try:

@@ -40,10 +40,10 @@ EVENS, FAST_EVENS = (6, 10, 12, 14, 18, 20, 24, 28, 36, 48, 60), (6, 10)
 def after_s(
     machine: Machine, scheme: str, world_size: int, full_bytes: int, delay_s: float
 ) -> float:
-    """Seconds of a dense scheme from the straggler's arrival to the end of the last rank.
+    """Seconds of a dense scheme from the straggler's arrival until all ranks are done.
 
-    All ranks are on one node of `machine`. The last rank is late by `delay_s`. `full_bytes` is the
-    size of the fp32 buffer.
+    All ranks are on one node of `machine`. The highest rank is late by `delay_s`. `full_bytes` is
+    the size of the fp32 buffer.
     """
     # Simulated elements: divisible into the n pieces of a ring, and into n - 1 chunks.
     numel = world_size * (world_size - 1) * 2

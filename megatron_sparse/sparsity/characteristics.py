@@ -65,7 +65,7 @@ def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         words_nW: one set for each rank; not changed.
 
     Yields:
-        k and its unions: [n, W], or [1, W] for k = n. Valid until the next one is asked for.
+        k and its unions: [n, W], or [1, W] for k = n. Read only: may be `words_nW` itself.
     """
     n = words_nW.shape[0]
     union_gW, joined = words_nW, 1  # row r: the union of `joined` ranks from r on

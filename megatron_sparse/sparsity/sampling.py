@@ -373,7 +373,7 @@ def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _any_of(words_gW: np.ndarray, count: int) -> np.ndarray:
-    """The bitwise or of every `count` words in a row; `count` is a power of two."""
+    """The bitwise or of each `count` adjacent words, as a column; `count` is a power of two."""
     found = words_gW.reshape(-1, count)
     # Halving is faster than `np.bitwise_or.reduce`.
     while found.shape[1] > 1:

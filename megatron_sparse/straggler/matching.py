@@ -7,12 +7,11 @@ weighs more than a pair with one chunk. Which chunk a rank gives depends on n:
 
 - **even n**: the oldest chunk that the other rank lacks; the newest after the straggler has met
   every rank. As in Algorithm 1, a rank that meets the straggler within log2 n rounds (the *critical
-  window*) gets no chunk that must still spread by then; and in the first log2 n rounds chunks only
-  go to ranks that hold none and have a number above those windows.
+  window*) gets no chunk due everywhere after they meet; in the first L = log2 n (rounded up) rounds
+  pairs pass chunks only to ranks that hold none and have a number above 2 L - 2.
 - **odd n**, which the paper leaves out: one early rank is idle in each round, and forbidding
-  chunks in windows costs more than it gains. A chunk is more urgent, the more doublings of its
-  holders it still lacks in the rounds until all ranks must hold it, and less for a rank in its
-  window.
+  chunks in windows costs more than it gains. A chunk's urgency is how often its holders must still
+  double, less the rounds until all ranks must hold it; it is lower for a rank in its window.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class _Even(_State):
         """Adds, in the first rounds, the first copy of the newest chunk, as in Algorithm 1."""
         transfers = super().fixed()
         newest = self.number - 1  # the chunk, and the rank that met the straggler before
-        receiver = newest + self.levels  # if early, it meets the straggler when the chunk is due
+        receiver = newest + self.levels  # < n - 1: meets the straggler when all must hold newest
         if 0 < self.number < self.levels and receiver < self.chunks:
             transfers.append(Transfer(newest, receiver, newest))
         return transfers

@@ -156,7 +156,7 @@ def _stage_table(
     p95_ms = parts_of(figures["stage_ms_p95"], figures["iteration_ms_p95"])
     whole_ms = figures["iteration_ms_mean"]
     table = plain_table(title, "stage", "mean ms", "share", "median", "p95")
-    # The same widths align the columns of the thread's and the buckets' tables.
+    # Minimum widths align the training thread's table with that of its buckets.
     table.columns[0].min_width = max(map(len, STAGE_MEANINGS))
     for column in table.columns[1:]:
         column.min_width = 8

@@ -125,7 +125,7 @@ class BucketCase:
             if self.is_quantised:
                 # Each of n + 2 fp32 operations may round: n - 1 additions in any order, and three
                 # where a sum's owner quantises it. A wrong value would be off by a quantisation
-                # step, 2^12 times as much.
+                # step: for few ranks, hundreds of times `slack`.
                 slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
             dtype = results[0].dtype
             low_C = (exact_C - slack).float().to(dtype)
