@@ -141,10 +141,10 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
     if entries:
         filled = min(chunks, entries)  # chunks that have entries, at most
         # An entry's index is its gap to the entry before: the gap's r low bits are in planes, the
-        # rest is in unary. One r for all chunks makes the worst case no shorter than their own.
+        # rest is in unary. Each chunk has its own r; at worst it takes no more bits than this.
         r = rice_parameter(numel, entries)
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
-        # Each filled chunk rounds r < log2_span rows of planes and a unary part up to whole words.
+        # A filled chunk pads the planes of each of r < log2_span bits and the unary part to words.
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
     return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)

@@ -51,8 +51,8 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
 
     Args:
         steps: the collective, or the stage.
-        kind: the type to drop. `Marker` if the job posts more messages after these steps, whose
-            `POSTED` would come too early; they must not yield `QUEUED`, which would be dropped too.
+        kind: the type to drop. `Marker` if the job posts more messages after these steps: their
+            `POSTED` comes too early. They must not yield `QUEUED`, which is a `Marker` too.
             `job.Gate` if another gate orders the posts, or if the posts need no order.
     """
     while True:

@@ -46,7 +46,7 @@ class DDPBuckets:
         self._buckets: dict[int, Bucket] = {}  # by launch order in a backward pass
         self._launched: set[int] = set()  # keys of `_buckets` that this pass has launched
         self._unplaced: dict[str, torch.Tensor] = {}  # by the parameter's name
-        # Undo copies of unplaced residuals, for a step to which several passes add gradients.
+        # By name: unplaced residuals as they were before selections that may still be undone.
         self._before: dict[str, torch.Tensor] = {}
 
     def name_of(self, parameter: torch.Tensor) -> str:

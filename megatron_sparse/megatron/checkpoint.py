@@ -151,7 +151,8 @@ def _residual_lines(attachment: Attachment, checkpoint: Path, saved: Saved) -> l
     else:
         how = "residuals restored"
     lines = [f"{checkpoint}, step {attachment.step}: {how}"]
-    if "restored" in how and saved.rows not in (None, row_layouts(attachment)):
+    restores = "none" not in {config.residual_checkpoint, saved.mode}
+    if restores and saved.rows not in (None, row_layouts(attachment)):
         before, now = _in_words(saved.rows), _in_words(row_layouts(attachment))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "

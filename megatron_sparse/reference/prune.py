@@ -1,4 +1,4 @@
-"""Pruning with leaky error feedback, in float64: the oracle of `prune_`.
+"""Pruning with leaky error feedback: the oracle of `prune_`.
 
 `x = g + e; drop = |x| <= t; out = drop ? 0 : round(x); e' = drop ? leak x : x - out`, all in fp32.
 An element with |x| = t > 0 is not dropped when `(h >> 8) / 2^24 < chance`.

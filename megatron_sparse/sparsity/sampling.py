@@ -297,7 +297,7 @@ class SamplePlan:
             ratio_C = (union_C + PRIOR * overall) / (single_C + PRIOR)
             union_P = np.minimum(ratio_C[class_P] * mean_P, size_P)
             if self.is_whole and union:
-                # The windows give the union exactly; only its spread within a class is an estimate.
+                # The windows give the total exactly; only its spread over partitions is estimated.
                 union_P = union_P * (union / math.fsum(union_P.tolist()))
             found[k] = union_P
         return found
