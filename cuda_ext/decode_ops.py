@@ -71,9 +71,9 @@ def decode_sum_(
     """Adds several ranks' messages in one pass: bit for bit like one `decode_add_` after another.
 
     On the CPU all messages are checked before the first addition. Then each element is written
-    once: a piece of `acc_M` stays in the cache while all messages are added to it. On CUDA two
-    kernels for each 16 messages write every element. They check every header, index, prefix sum and
-    bit before they use it, but some of them after the first elements have been written.
+    once: a piece of `acc_M` stays in the cache while all messages are added to it. On CUDA a batch
+    of 16 messages takes two kernels, and writes every element. Every header, index, prefix sum and
+    bit is checked before its use, but some only after the first elements have been written.
 
     Args:
         acc_M: fp32 on the CPU or a CUDA device; element 0 is the bucket's element `base`. Mutated:

@@ -28,7 +28,7 @@ NAME = "dense_q"
 
 @reads_reports
 def dense_q(exchange: Exchange, message: Message) -> Steps:
-    """Writes the exact sum of all ranks' messages into `exchange.bucket`.
+    """Writes the sum of all ranks' messages into `exchange.bucket`; exact without `sum_bits`.
 
     Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce.
     """

@@ -76,9 +76,9 @@ def ring_all_gather(
 def cost(run: DryRun) -> None:
     """Predicts the time of the reduce-scatter and the all-gather round the ring.
 
-    With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
-    of SpCCL and of PCCL, twice). A reduce-scatter takes the first half. Added: the addition of one
-    piece in each round of the reduce-scatter.
+    With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; twice
+    equation 2 of SpCCL and of PCCL). A reduce-scatter takes the first half. Added: the addition of
+    one piece in each round of the reduce-scatter.
     """
     ring_reduce_scatter_cost(run, run.shape.numel)
     if not run.scatter:

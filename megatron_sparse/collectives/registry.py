@@ -88,10 +88,10 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
 
 
 def check_names(scheme: SchemeConfig, planner: PlannerConfig) -> None:
-    """Refuses configured names that no scheme has; part of `check`.
+    """Refuses names that cannot be chosen; part of `check`.
 
     Raises:
-        ConfigError: lists the names.
+        ConfigError: lists those that can.
     """
     one_of("scheme.name", scheme.name, (AUTO, *SCHEMES))
     for name in planner.schemes or ():

@@ -352,7 +352,7 @@ def _flag(key: str, prefix: str = "--") -> str:
 def _cancels(
     key: str, value: object, actions: Mapping[str, argparse.Action], chosen: dict[str, list[str]]
 ) -> bool:
-    """Removes from `chosen` the flag that `key: value` cancels.
+    """Removes from `chosen` (`dest` -> words to pass) the flag that `key: value` cancels.
 
     Returns True if this settles the key; False if the key needs a flag of its own.
     """
@@ -361,7 +361,7 @@ def _cancels(
         chosen.pop(action.dest, None)
         return True
     if action is not None and opposite is None and value is False:
-        # Megatron has no `--no-key`: false removes `--key`. If there is none, `_look_up` raises.
+        # Megatron has no `--no-key`: false removes a chosen `--key`; else `_look_up` raises.
         return chosen.pop(action.dest, None) is not None
     if action is None and opposite is not None and value is True:
         chosen.pop(opposite.dest, None)  # Megatron has only `--no-key`: true removes it

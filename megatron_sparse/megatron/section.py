@@ -101,7 +101,7 @@ def check(
     if "context_parallel_size" in config.megatron:
         # The batch size may fit only with that key, and the checks below also try without it.
         del derived["global_batch_size"]
-    found, section = _checked_alone(config, derived, parser)
+    found, section = _checked_alone(config, derived, parser)  # `section` still has owned flags
     owners = {key: arguments.owner(key, value) for key, value in section.items()}
     words = arguments.command_line(derived, {}, parser)
     ranks = config.cluster.nodes * config.cluster.ranks_per_node

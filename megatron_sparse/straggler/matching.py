@@ -7,7 +7,7 @@ weighs more than a pair with one chunk. Which chunk a rank gives depends on n:
 
 - **even n**: the oldest chunk that the other rank lacks; the newest after the straggler has met
   every rank. As in Algorithm 1, a rank that meets the straggler within log2 n rounds (the *critical
-  window*) gets no chunk due everywhere after they meet; in the first L = log2 n (rounded up) rounds
+  window*) gets no chunk that all need only after that; in the first L = log2 n (rounded up) rounds
   pairs pass chunks only to ranks that hold none and have a number above 2 L - 2.
 - **odd n**, which the paper leaves out: one early rank is idle in each round, and forbidding
   chunks in windows costs more than it gains. A chunk's urgency is how often its holders must still
@@ -168,7 +168,7 @@ class _Even(_State):
     def gift(self, sender: int, receiver: int) -> Gift:
         """The oldest missing chunk, or the newest after the straggler has met every rank.
 
-        None if no chunk is missing, if the pair would put too new a chunk into a critical window,
+        None if no chunk is missing, if the newest chunk of one is too new for the other's window,
         and in the first rounds if the receiver already holds a chunk or is reserved.
         """
         missing = self.missing(sender, receiver)
