@@ -1,4 +1,4 @@
-"""Slow oracles, one for each op, for tests and benches to compare with: written to be read."""
+"""Slow oracles that tests and benches compare with: written to be read."""
 
 import torch
 

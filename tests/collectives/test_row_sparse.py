@@ -21,12 +21,12 @@ from megatron_sparse.errors import (
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_record import SECTIONS_AT, RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from megatron_sparse.reference import row_sparse as oracle
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import HEADER_BYTES, pad16
 from tests import damage
 from tests.collectives.cases import error_of
 from tests.collectives.faults import Fault, FaultyTransport
+from tests.oracles import row_sparse as oracle
 from tests.ranks import on_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.reference import threshold as oracle
 from tests.cuda_emulator.device import Place, to_gpu
 from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
 from tests.cuda_ext import cases
 from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
+from tests.oracles import threshold as oracle
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.reference import threshold as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
 from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
+from tests.oracles import threshold as oracle
 
 
 def check(grad, residual, offsets, densities, samples, keys, what=""):

@@ -13,9 +13,9 @@ from megatron_sparse.cuda_ext.hash_ops import HashMemory
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
-from megatron_sparse.reference import hash_partition as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
+from tests.oracles import hash_partition as oracle
 
 SEGMENT_LIMIT = 2**31 - 1
 

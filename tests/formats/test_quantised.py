@@ -8,12 +8,12 @@ import torch
 
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
-from megatron_sparse.reference import quantised
 from megatron_sparse.reference.rice_values import levels_of
 from megatron_sparse.wire import QUANTISED_BITS
 from tests.codec import on_threads
 from tests.formats import moves_cases
 from tests.formats.moves_cases import adam_like, refusal, repaired
+from tests.oracles import quantised
 
 NUMELS = [0, 1, 63, 64, 127, 128, 129, 4096, 65536 + 130]
 EPOCH = 7

@@ -9,8 +9,8 @@ from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import row_sparse
 from megatron_sparse.formats.row_sparse import RowSparse
-from megatron_sparse.reference import row_sparse as oracle
 from tests.cuda_ext import cases
+from tests.oracles import row_sparse as oracle
 
 
 def _pairs(num_rows, count, width, dtype, seed):
