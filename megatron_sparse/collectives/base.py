@@ -29,6 +29,11 @@ from megatron_sparse.transport.base import Marker, PeerTensors, SubsetTransport
 SMALL_BYTES = 2**19
 """gloo: messages of a bucket up to this total size are posted at once: rounds would take longer."""
 
+ALIGNMENT = 4096
+"""Elements: a tile of the sparse formats, and whole pages of memory."""
+MIN_UNITS = 256
+"""Least number of alignment units in a piece; keeps the sizes of pieces within 1 %."""
+
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
 Yielded = Work | Marker
@@ -361,3 +366,18 @@ def even_cuts(numel: int, pieces: int) -> list[int]:
         [0, 2, 4, 7]
     """
     return [numel * piece // pieces for piece in range(pieces + 1)]
+
+
+def aligned_cuts(numel: int, pieces: int) -> list[int]:
+    """As `even_cuts`, with inner offsets that are multiples of `ALIGNMENT`.
+
+    In short buckets they are multiples of a smaller power of two.
+
+    Example:
+        >>> aligned_cuts(10, 3), aligned_cuts(3_000_000, 2)
+        ([0, 3, 6, 10], [0, 1499136, 3000000])
+    """
+    unit = ALIGNMENT
+    while unit > 1 and unit * MIN_UNITS * pieces > numel:
+        unit //= 2
+    return [*(cut // unit * unit for cut in even_cuts(numel, pieces)[:-1]), numel]

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.bucket import Layout
+from megatron_sparse.bucket import Cuts, Layout
 from megatron_sparse.collectives.base import (
     QUEUED,
     Exchange,
@@ -76,6 +76,13 @@ class Cut:
 def shard_cuts(layout: Layout) -> tuple[Cut, ...]:
     """The cut of each shard, by rank; cached for later steps."""
     return tuple(Cut(layout, *ends) for ends in pairwise(layout.shard_segments))
+
+
+@lru_cache(CUTS)
+def cuts_at(layout: Layout, offsets: Cuts) -> tuple[Cut, ...]:
+    """The cuts between these elements, at which the layout is cut; cached for later steps."""
+    borders = torch.searchsorted(layout.segment_offsets, torch.tensor(offsets)).tolist()
+    return tuple(Cut(layout, *ends) for ends in pairwise(borders))
 
 
 @lru_cache(CUTS)

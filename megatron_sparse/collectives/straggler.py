@@ -40,13 +40,13 @@ from megatron_sparse.collectives.base import (
     Phase,
     Steps,
     Subgroup,
+    aligned_cuts,
     whole_group,
 )
 from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    chunk_cuts,
     meetings_of,
     shake_hands,
     straggler_of,
@@ -136,7 +136,7 @@ class _Sums:
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         bucket = exchange.bucket
         self._values_N, self._exchange, self._timer = values_N, exchange, exchange.timer
-        cuts = chunk_cuts(bucket.numel, bucket.world_size - 1)
+        cuts = aligned_cuts(bucket.numel, bucket.world_size - 1)
         self._chunks = [slice(*ends) for ends in pairwise(cuts)]  # by number of early rank
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
         # The early ranks' sum of this rank's chunk; `reduce_early` sets it, on early ranks only.

@@ -32,12 +32,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import cast
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Cuts, Layout
+from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.collectives.base import (
     UNORDERED,
     Exchange,
@@ -47,17 +46,17 @@ from megatron_sparse.collectives.base import (
     Steps,
     Subgroup,
     Yielded,
+    aligned_cuts,
     exchange_sizes,
     whole_group,
 )
 from megatron_sparse.collectives.direct import direct, split
 from megatron_sparse.collectives.gather import pairwise_all_gather
-from megatron_sparse.collectives.records import Cut, check_announced, message_parts
+from megatron_sparse.collectives.records import check_announced, cuts_at, message_parts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
     HANDSHAKE_TAG,
-    chunk_cuts,
     meetings_of,
     shake_hands,
     straggler_of,
@@ -71,16 +70,12 @@ NAME = "straggler_direct"
 
 
 def straggler_cuts(bucket: Bucket) -> Cuts:
-    """The chunks' borders, at which messages are cut in addition to the shards' borders."""
+    """The chunks' borders, at which messages are cut in addition to the shards' borders.
+
+    They begin with 0 and end with the bucket's end; chunks of short buckets may be empty.
+    """
     chunks = bucket.world_size - 1
-    return tuple(sorted({*chunk_cuts(bucket.numel, chunks)})) if chunks else ()
-
-
-def cuts_of_chunks(layout: Layout, bucket: Bucket) -> list[Cut]:
-    """The chunk of each early rank, ascending, in a layout that is cut at `straggler_cuts`."""
-    offsets = torch.tensor(chunk_cuts(bucket.numel, bucket.world_size - 1))
-    borders = torch.searchsorted(layout.segment_offsets, offsets).tolist()
-    return [Cut(layout, *ends) for ends in pairwise(borders)]
+    return tuple(aligned_cuts(bucket.numel, chunks)) if chunks else ()
 
 
 def straggler_direct(exchange: Exchange, message: Message) -> Steps:
@@ -106,7 +101,8 @@ class _Run:
         self.transport = exchange.transport
         n = self.transport.world_size
         self.early_ranks = early_ranks(n, late)
-        self.chunks = cuts_of_chunks(message.layout, exchange.bucket)
+        # The chunk of each early rank.
+        self.chunks = cuts_at(message.layout, straggler_cuts(exchange.bucket))
         self.identity = Identity.of_message(f"{NAME} (rank {late})", exchange, message)
         self.group = whole_group(self.transport, self.identity.tag)
         self.meetings = meetings_of(n, late)[self.transport.rank]

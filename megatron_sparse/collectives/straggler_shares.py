@@ -28,10 +28,6 @@ from megatron_sparse.transport import Transport, Work
 
 HANDSHAKE_TAG = 0x5742_4747
 """The same for all buckets: between two ranks handshakes meet in the order of the buckets."""
-ALIGNMENT = 4096
-"""Elements: a tile of the sparse formats, and whole pages of memory."""
-MIN_UNITS = 256
-"""Least number of alignment units in a chunk; keeps the sizes of chunks within 1 %."""
 
 
 def straggler_of(exchange: Exchange) -> int | None:
@@ -45,21 +41,6 @@ def straggler_of(exchange: Exchange) -> int | None:
         return None
     check_ranks(world_size, straggler)
     return straggler
-
-
-def chunk_cuts(numel: int, chunks: int) -> list[int]:
-    """The chunks + 1 offsets that cut a bucket into nearly equal chunks.
-
-    Inner offsets are multiples of `ALIGNMENT`, or in short buckets of a smaller power of two.
-
-    Example:
-        >>> chunk_cuts(10, 3), chunk_cuts(3_000_000, 2)
-        ([0, 3, 6, 10], [0, 1499136, 3000000])
-    """
-    unit = ALIGNMENT
-    while unit > 1 and unit * MIN_UNITS * chunks > numel:
-        unit //= 2
-    return [*(numel * chunk // chunks // unit * unit for chunk in range(chunks)), numel]
 
 
 class Meeting(NamedTuple):

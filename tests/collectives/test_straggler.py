@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.collectives import straggler_direct
-from megatron_sparse.collectives.straggler_shares import ALIGNMENT, chunk_cuts
+from megatron_sparse.collectives.base import ALIGNMENT, aligned_cuts
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
@@ -117,12 +117,12 @@ def test_a_rank_with_another_bucket_is_found(name, differs):
 
 
 def test_chunks_begin_at_tiles_and_are_nearly_even():
-    cuts = chunk_cuts(16_777_216, 7)
+    cuts = aligned_cuts(16_777_216, 7)
     assert all(cut % ALIGNMENT == 0 for cut in cuts)
     sizes = [b - a for a, b in pairwise(cuts)]
     # Less than two units of 4096 among at least 256 of them.
     assert max(sizes) < min(sizes) * (1 + 2 / 256)
-    assert chunk_cuts(1, 3) == [0, 0, 0, 1]
+    assert aligned_cuts(1, 3) == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("liar", [0, 2])

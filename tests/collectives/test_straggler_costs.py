@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_sparse.collectives.straggler_direct import cuts_of_chunks
+from megatron_sparse.collectives.records import cuts_at
+from megatron_sparse.collectives.straggler_direct import straggler_cuts
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import early_ranks
@@ -109,7 +110,7 @@ class _Parts:
         self.early_ranks = early_ranks(case.n, straggler)
         buckets = [make_bucket(case, rank) for rank in range(case.n)]
         self.messages = [make_message(each, case, MessageBuffers()) for each in buckets]
-        self.chunks = cuts_of_chunks(self.messages[0].layout, buckets[0])
+        self.chunks = cuts_at(self.messages[0].layout, straggler_cuts(buckets[0]))
         self.oracle = Oracle(case)
         self.early = [self.early_sum(chunk) for chunk in self.chunks]
         self.parts = [self.message(straggler, chunk) for chunk in self.chunks]
