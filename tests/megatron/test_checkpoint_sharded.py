@@ -1,14 +1,17 @@
 """The plugin's state in Megatron's distributed checkpoint: rows, sums, sizes that change."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError
-from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, part_of_sum
+from megatron_sparse.megatron import checkpoint
+from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, Saved, part_of_sum
 from tests.megatron.checkpoint_cases import loaded, save
 from tests.megatron.parallel_gpt import OVERLAP, Layout
 from tests.megatron.train_ranks import (
@@ -173,6 +176,28 @@ def test_without_state_of_this_version_residuals_start_at_zero_and_the_log_says_
         assert run.attachment.step == 77
         assert not any(view.any() for view in run.residuals().values())
     assert "residuals start at zero, step 77" in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mode", "rows", "said"),
+    [
+        ("full", "full", 4, ["residuals restored"]),
+        ("full", "sum", 4, ["residuals restored from their sum"]),
+        ("none", "full", 2, ["(compression.residual_checkpoint=none)"]),
+        ("full", "none", 2, ["(saved with compression.residual_checkpoint=none)"]),
+        ("full", "full", 2, ["residuals restored", "of 2 ranks (dense) and are of 4 ranks"]),
+    ],
+)
+def test_the_log_says_how_residuals_came_back(monkeypatch, wanted, mode, rows, said):
+    monkeypatch.setattr(checkpoint, "row_layouts", lambda _: {"dense": ("rank", 4)})
+    config = SparseConfig.from_overrides(residual_checkpoint=wanted)
+    attachment = SimpleNamespace(step=7, config=config)
+    saved = Saved(7, enabled=True, mode=mode, rows={"dense": ("rank", rows)})
+    lines = checkpoint._residual_lines(attachment, Path("iter_7"), saved)
+    assert len(lines) == len(said)
+    assert lines[0].startswith("iter_7, step 7: ")
+    for line, words in zip(lines, said, strict=True):
+        assert words in line
 
 
 @on_ranks(2)
