@@ -220,7 +220,7 @@ def account(
         # ranks do so only for fp32 sums of narrow gradients; else their sum takes no buffers.
         short_nbytes.update(_allpairs_nbytes(short, choice))
     ratio = largest.numel / short.numel
-    nbytes = _scaled(short_nbytes, short.numel, buckets)
+    nbytes = _scaled(short_nbytes, short.numel, largest, buckets)
     message, gathered, encoded = (
         round(short_nbytes[purpose] * ratio) for purpose in ("message", "gathered", "encoded")
     )
@@ -231,14 +231,13 @@ def account(
 
 
 def _scaled(
-    short_nbytes: Mapping[str, int], short_numel: int, buckets: Sequence[Bucket]
+    short_nbytes: Mapping[str, int], short_numel: int, largest: Bucket, buckets: Sequence[Bucket]
 ) -> Counter[str]:
     """Item -> bytes for the run's `buckets`, from purpose -> bytes for the short bucket.
 
     On a CPU every bucket has its own buffers. On a GPU all buckets share those of the largest one,
     but each has a residual and undo copy, and buffers of `OWN` exist up to `TURNS` times.
     """
-    largest = max(buckets, key=lambda bucket: bucket.numel)
     total_ratio = sum(bucket.numel for bucket in buckets) / short_numel
     unshared = {"residual", "undo"} if largest.grad_N.is_cuda else short_nbytes.keys()
     scaled: Counter[str] = Counter()

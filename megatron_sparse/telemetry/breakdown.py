@@ -233,7 +233,7 @@ def iteration_breakdown(
         stages' events: call it at the end of an iteration, never inside it.
     """
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
-    schemes = Counter(str(record.scheme) for record in records)
+    schemes = Counter(record.scheme for record in records)
     numel_by_phase: Counter[str] = Counter()
     for record in records:
         for stage, time_us in record.timer.times_us().items():

@@ -149,7 +149,7 @@ def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LOADED = {"built": True, "loaded": True, "reason": ""}
-BUILT = LOADED | {"loaded": False}
+UNLOADABLE = LOADED | {"loaded": False, "reason": "no symbol"}
 MISSING = {"built": False, "loaded": False, "reason": "no compiler here"}
 USELESS = ": the plugin cannot run on this GPU"
 
@@ -158,12 +158,11 @@ USELESS = ": the plugin cannot run on this GPU"
     ("gpu", "part", "state", "compiles", "status", "detail"),
     [
         (False, "cpu", LOADED, "", "ok", "loaded from ops.so"),
-        (False, "cpu", BUILT, "", "ok", "built, loaded on first use: ops.so"),
         (False, "cpu", MISSING, "", "warn", "no compiler here"),
         (False, "cpu", MISSING, "takes minutes", "warn", "no compiler here; takes minutes"),
         (False, "cuda", MISSING, "", "ok", "not built; this machine has no GPU to run it on"),
         (True, "cuda", MISSING, "", "fail", f"no compiler here{USELESS}"),
-        (True, "cuda", BUILT | {"reason": "no symbol"}, "", "fail", f"no symbol{USELESS}"),
+        (True, "cuda", UNLOADABLE, "", "fail", f"no symbol{USELESS}"),
     ],
 )
 def test_extension_matters_where_it_could_run(
