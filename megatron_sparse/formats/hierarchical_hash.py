@@ -118,7 +118,7 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = message.layout.segment_offsets.tolist()
     indices, values = [], []
     records = message.buffer[: message.nbytes].split(message.segment_bytes)
-    if not records or not message.segment_bytes:  # a bucket without segments
+    if not records:  # a bucket without segments
         nothing = message.buffer.new_empty(0, dtype=torch.int64)
         return nothing, nothing.to(dtype)
     heads = torch.stack([record[:HEADER_BYTES] for record in records]).cpu().numpy()

@@ -43,7 +43,9 @@ def runs(monkeypatch) -> FakeRuns:
         last = LOSS.get(name, 4.2) * (1.01 if seed == "2" else 1)
         print_run(log, [], [], [(50, 6), (100, last * 0.998)], again=last * 1.002)
         target = {"wire_ratio": 0.03, "bits_per_element": 1.25}
-        phases = {} if "dense" in name else {"target": target}
+        # A run with SGD ends in its ramp.
+        phase = "ramp" if "sgd" in name else "target"
+        phases = {} if "dense" in name else {phase: target}
         ratio, bits = (1.0, 32.0) if "dense" in name else (0.2, 5.5)
         summary = {"wire_ratio": ratio, "bits_per_element": bits, "phases": phases}
         leave(words, "summary.json", [summary])
@@ -85,6 +87,8 @@ def test_a_study_compares_within_a_seed(runs, tmp_path):
     assert (dense.bits, dense.bits_target) == (32.0, 32.0)
     # SGD is compared with dense SGD.
     assert found["sgd_topk1"].to_dense == pytest.approx(4.0)
+    # Without an iteration at the target the whole run stands for it.
+    assert (found["sgd_topk1"].wire_ratio_target, found["sgd_topk1"].bits_target) == (0.2, 5.5)
 
 
 def test_a_study_goes_on_where_it_stopped(runs, tmp_path):

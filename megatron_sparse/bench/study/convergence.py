@@ -29,6 +29,7 @@ from megatron_sparse.bench.study.options import (
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run.rows import CellRow, cell, print_table
 from megatron_sparse.simulate import figures
+from megatron_sparse.telemetry.quantities import at_target
 
 SETTINGS = by_name(CONVERGENCE)
 VOCAB_SIZE = 1024
@@ -68,9 +69,11 @@ class ConvergenceRow(CellRow):
         ">8.2f noise(%)",
     )
     wire_ratio: float = cell("bytes sent over dense's, over the whole run", ">6.3f wire")
-    wire_ratio_target: float = cell("over the iterations at the target", ">12.4f wire, target")
+    wire_ratio_target: float = cell(
+        "of the iterations at the target, or all", ">12.4f wire, target"
+    )
     bits: float = cell("of a rank's own messages for each element, whole run", ">6.2f bits")
-    bits_target: float = cell("over the iterations at the target", ">12.2f bits, target")
+    bits_target: float = cell("of the iterations at the target, or all", ">12.2f bits, target")
 
 
 def runs_of(options: ConvergenceOptions) -> list[Run]:
@@ -159,11 +162,7 @@ def _row(
     noises = [_spread(list(map(_to_dense, each.last, other.last))) for each, other in pairs]
     finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
     bits = [summary["bits_per_element"] for summary in summaries]
-    # Where compression is off there is no phase `target`: all iterations send whole gradients.
-    at_target = [
-        summary["phases"].get("target", {"wire_ratio": 1.0, "bits_per_element": whole})
-        for summary, whole in zip(summaries, bits, strict=True)
-    ]
+    targets = [at_target(summary) for summary in summaries]
     return ConvergenceRow(
         op="convergence",
         model=runs[0].run.model,
@@ -176,9 +175,9 @@ def _row(
         to_dense_spread=_spread(differences) if len(differences) > 1 else None,
         noise=max(noises, default=None),
         wire_ratio=mean(summary["wire_ratio"] for summary in summaries),
-        wire_ratio_target=mean(phase["wire_ratio"] for phase in at_target),
+        wire_ratio_target=mean(phase["wire_ratio"] for phase in targets),
         bits=mean(bits),
-        bits_target=mean(phase["bits_per_element"] for phase in at_target),
+        bits_target=mean(phase["bits_per_element"] for phase in targets),
     )
 
 
