@@ -11,8 +11,17 @@ from megatron_sparse.collectives.base import ALIGNMENT, Subgroup
 from megatron_sparse.planner.prices import predict
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives import test_capacity
-from tests.collectives.cases import DTYPES, Case, assert_exact, exact_sum, run_case
+from tests.collectives.cases import (
+    DTYPES,
+    Case,
+    assert_exact,
+    exact_sum,
+    run_case,
+    same_on_all_ranks,
+)
 from tests.planner.test_costs import BANDWIDTH, OPTIONS, cluster, shape, uniform
+from tests.ranks import run_ranks
+from tests.reduction.test_reducer_gloo import two_steps
 
 POST = Subgroup.post
 
@@ -60,6 +69,25 @@ def test_messages_of_fixed_size_have_parts_too(posts: list[int]) -> None:
     for result, _, _ in outcomes:
         assert torch.equal(result.double() + unsent, exact_sum(case))
     assert len(posts) == 4 * 4
+
+
+def _gradient(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(-9, 10, (40_000,), generator=generator).float()
+
+
+def _train_in_parts(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns each step's sum on this rank, and what the rank sent."""
+    agsparse.PARTS_NUMEL = 100
+    pieces = [ParameterSlice("w", 0, 40_000)]
+    steps = two_steps("agsparse", CollectiveOp.ALL_REDUCE, _gradient, pieces, 0.5)
+    return [(total, sent) for total, sent, _ in steps]
+
+
+def test_parts_arrive_in_order_over_gloo() -> None:
+    for by_rank in zip(*run_ranks(_train_in_parts, 3), strict=True):
+        totals, sent = zip(*by_rank, strict=True)
+        assert torch.equal(same_on_all_ranks(CollectiveOp.ALL_REDUCE, totals), sum(sent))
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cpu", 4), ("cuda", 1)])
