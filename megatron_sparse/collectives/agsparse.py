@@ -6,7 +6,7 @@ than each message. But each rank sends its message n - 1 times, so the scheme su
 
 All-reduce:
 1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
-   every rank's message size, 8 (2 + n) bytes a rank.
+   every rank's message size (of each part), 8 (2 + n) bytes a rank.
 2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
    rank order, so that all ranks get the same bits, in one pass over its sum.
    On a CPU the messages of a large bucket have min(n, 4) parts. All parts are posted to all peers

@@ -16,6 +16,7 @@ from tests.collectives.cases import (
     Case,
     assert_exact,
     exact_sum,
+    parameters,
     run_case,
     same_on_all_ranks,
 )
@@ -71,16 +72,14 @@ def test_messages_of_fixed_size_have_parts_too(posts: list[int]) -> None:
     assert len(posts) == 4 * 4
 
 
-def _gradient(rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(-9, 10, (40_000,), generator=generator).float()
-
-
 def _train_in_parts(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns each step's sum on this rank, and what the rank sent."""
     agsparse.PARTS_NUMEL = 100
-    pieces = [ParameterSlice("w", 0, 40_000)]
-    steps = two_steps("agsparse", CollectiveOp.ALL_REDUCE, _gradient, pieces, 0.5)
+    op, gradient = CollectiveOp.ALL_REDUCE, test_capacity._gradient
+    pieces = parameters(test_capacity.NUMEL)
+    bucket = Bucket("b", gradient(rank, 0), pieces, op, world_size)
+    assert len(agsparse.part_borders(bucket)) == world_size - 1
+    steps = two_steps("agsparse", op, gradient, pieces, 0.5)
     return [(total, sent) for total, sent, _ in steps]
 
 
