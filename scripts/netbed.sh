@@ -37,7 +37,7 @@ BURST_KB=128 QUEUE_KB=4096
 SHARED_QUEUE_KB=65536
 SETUP_S=10 DRAIN_S=2
 ranks=4 mbit=1000 delay_ms=0 sites=1 nodes="" logs="" grace=5 timeout=3600
-command=() hosts=() prefixers=()
+command=() hosts=() prefixers=() starters=()
 
 # fail WHAT EXPECTED GOT REMEDY
 fail() {
@@ -251,6 +251,7 @@ start_rank() {
       "${command[@]}" 1>&"$out" 2>&"$err" || code=$?
     echo "$rank $code" >&"$ends"
   ) 2>/dev/null & # hides the shell's own message about a process that a signal killed
+  starters+=($!)
   if [ "$rank" -gt 0 ]; then
     exec {out}>&-
   fi
@@ -314,7 +315,11 @@ inside() {
       deadline=$((SECONDS + grace))
     fi
   done
-  end_ranks 2>/dev/null
+  # Waited for, they count as this process's children: who started it sees their processor time.
+  {
+    end_ranks
+    wait "${starters[@]}"
+  } 2>/dev/null || true
   exit "$result"
 }
 
