@@ -81,8 +81,8 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
 
     Args:
         grad_N: becomes the values to send, 0 where dropped. Mutated.
-        pruning: thresholds t, residual e, leak and key; empty ranges are allowed, `capacity_S` is
-            not. Its residual is mutated.
+        pruning: thresholds t, residual e, leak and key; empty ranges are allowed, `capacity_S` and
+            `old_residual_N` are not. Its residual is mutated.
         wire_dtype: dtype code in which the values will be sent.
 
     Returns:
@@ -108,6 +108,8 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
         raise refusal("prune_", "leak is out of range", "0 to 1", pruning.leak)
     if pruning.capacity_S is not None:
         raise refusal("prune_", "a capacity is given", "None", pruning.capacity_S.tolist())
+    if pruning.old_residual_N is not None:
+        raise refusal("prune_", "an old residual is given", "None", "a tensor")
     if device.type == "cpu":
         return call(
             "prune_",
@@ -252,6 +254,7 @@ def prune_encode(
         pruning.leak,
         pruning.key,
         codec_cuda.on_device(pruning.capacity_S, device),
+        pruning.old_residual_N,
     )
     return _results(op, report, segments, spec, out, reports)
 

@@ -97,6 +97,9 @@ class Pruning:
         tie_chances_R: fp32, beside the thresholds, 0 to 1: the part of the elements with
             `|x| == threshold` that is kept, drawn by (key, index in the bucket). None keeps none of
             them. Zeros are never kept.
+        old_residual_N: what `prune_encode` reads instead of `residual_N`, of the same dtype and
+            size; only read. It then writes all of `residual_N`, whatever was there. None: the same
+            tensor.
     """
 
     residual_N: torch.Tensor
@@ -106,6 +109,7 @@ class Pruning:
     key: int
     capacity_S: torch.Tensor | None = None
     tie_chances_R: torch.Tensor | None = None
+    old_residual_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

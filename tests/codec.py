@@ -246,13 +246,17 @@ class Ops:
         grad, pruning, segments = self._put(case.grad_N), case.pruning, case.segments
         given_N = case.residual_N if pruning is None else pruning.residual_N
         rest = None if given_N is None else self._put(given_N, 3)
+        old = None  # read instead of `rest`, in about half of the cases
         out = self._on(torch.full((case.room + MARGIN,), POISON, dtype=torch.uint8))
         if pruning is not None:
             assert rest is not None
             chances_R = pruning.tie_chances_R
+            if pruning.key >= 0:
+                old, rest = rest, self._put(torch.full_like(given_N, torch.nan), 3)
             pruning = replace(
                 pruning,
                 residual_N=rest,
+                old_residual_N=old,
                 thresholds_R=self._on(pruning.thresholds_R),
                 tie_chances_R=None if chances_R is None else self._on(chances_R),
             )
@@ -266,7 +270,9 @@ class Ops:
                 sizes, nnz = ops.prune_encode(grad, pruning, segments, case.spec, room)
         where = f"{self.name} {case.what}"
         cases.assert_same_bits(grad.cpu(), case.grad_N, f"{where}: the gradient")
-        self._look_around(where, grad, rest)
+        self._look_around(where, grad, rest, old)
+        if old is not None:
+            cases.assert_same_bits(old.cpu(), given_N, f"{where}: the old residual")
         return Made(
             self._records(where, out.cpu(), sizes.tolist(), segments.slots),
             nnz.tolist(),

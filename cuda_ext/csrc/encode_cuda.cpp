@@ -74,7 +74,8 @@ Tensor prune_encode_cuda(const EncodeRequest& r, const PruneRequest& p) {
   const PruneTypes types = check_prune(p);
   MS_CHECK(!r.capacity.has_value() || r.block_size == 0, "prune_encode: blocks have no capacity",
            "another format", "blocks");
-  const PruneArguments pruning = {p.residual.mutable_data_ptr(),
+  const PruneArguments pruning = {p.old_residual.const_data_ptr(),
+                                  p.residual.mutable_data_ptr(),
                                   entries_of(p.range_offsets),
                                   static_cast<const float*>(p.thresholds.const_data_ptr()),
                                   p.chances(),

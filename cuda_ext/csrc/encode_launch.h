@@ -40,7 +40,8 @@ struct EncodeArguments {
 
 // The pruning that prune_encode does before it encodes. All pointers are on the device.
 struct PruneArguments {
-  void* residual;                // changed
+  const void* old_residual;
+  void* residual;                // written; may be `old_residual`
   const int64_t* range_offsets;  // [range_count + 1]
   const float* thresholds;       // [range_count]
   const float* tie_chances;      // [range_count], or null for zeros

@@ -79,14 +79,15 @@ Tensor prune_encode(const Tensor& grad, const Tensor& segment_offsets, const Ten
                     bool without_indices, const Tensor& out, std::optional<Tensor> slots,
                     const Tensor& residual, const Tensor& range_offsets, const Tensor& thresholds,
                     std::optional<Tensor> tie_chances, double leak, int64_t key,
-                    std::optional<Tensor> capacity) {
+                    std::optional<Tensor> capacity, std::optional<Tensor> old_residual) {
   const EncodeRequest request = {"prune_encode",  grad,    segment_offsets, segment_kinds,
                                  value_dtype,     step,    block_size,      log2_span,
                                  without_indices, out,     slots,           std::nullopt,
                                  std::nullopt,    capacity};
   check_encode(request);
-  return RUN(request, {grad, residual, range_offsets, thresholds, tie_chances, leak, key,
-                       staged_dtype(request.dtype())});
+  return RUN(request,
+             {grad, old_residual.has_value() ? *old_residual : residual, residual, range_offsets,
+              thresholds, tie_chances, leak, key, staged_dtype(request.dtype())});
 }
 
 }  // namespace megatron_sparse

@@ -10,9 +10,10 @@
 namespace megatron_sparse {
 
 struct PruneCall {
-  void* grad;      // element 0 is the element `index` of the bucket
-  void* residual;  // likewise
-  int64_t numel;   // no element may lie across a multiple of 2^32
+  void* grad;                // element 0 is the element `index` of the bucket
+  const void* old_residual;  // likewise; read
+  void* residual;            // likewise; written; may be `old_residual`
+  int64_t numel;             // no element may lie across a multiple of 2^32
   uint64_t index;
   Limit limit;
   float leak;

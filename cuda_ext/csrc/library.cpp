@@ -20,7 +20,8 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "prune_encode(Tensor grad, Tensor segment_offsets, Tensor segment_kinds, int value_dtype, "
       "int step, int block_size, int log2_span, bool without_indices, Tensor(a!) out, "
       "Tensor? slots, Tensor(b!) residual, Tensor range_offsets, Tensor thresholds, "
-      "Tensor? tie_chances, float leak, int key, Tensor? capacity=None) -> Tensor");
+      "Tensor? tie_chances, float leak, int key, Tensor? capacity=None, "
+      "Tensor? old_residual=None) -> Tensor");
   m.def(
       "decode_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
       "int step, int base, bool fresh, bool is_sum, Tensor? slots=None, Tensor? sums=None) "

@@ -13,7 +13,7 @@ Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range
                  const Tensor& thresholds, double leak, int64_t wire_dtype, int64_t key,
                  std::optional<Tensor> tie_chances) {
   const PrunePass pass(
-      {grad, residual, range_offsets, thresholds, tie_chances, leak, key, wire_dtype});
+      {grad, residual, residual, range_offsets, thresholds, tie_chances, leak, key, wire_dtype});
   Tensor nnz = torch::stable::new_zeros(range_offsets, {thresholds.numel()});
   int64_t* counts = static_cast<int64_t*>(nnz.mutable_data_ptr());
   for_each_chunk(grad.numel(), kTile, [&](int64_t, int64_t begin, int64_t end) {

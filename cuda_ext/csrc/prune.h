@@ -9,7 +9,8 @@ namespace megatron_sparse {
 
 struct PruneRequest {
   const Tensor& grad;
-  const Tensor& residual;
+  const Tensor& old_residual;  // read
+  const Tensor& residual;      // written; may be `old_residual`
   const Tensor& range_offsets;
   const Tensor& thresholds;
   const std::optional<Tensor>& tie_chances;
@@ -33,6 +34,8 @@ struct PruneTypes {
 inline PruneTypes check_prune(const PruneRequest& r) {
   check_flat(r.grad, "prune_: grad");
   check_vector(r.residual, "prune_: residual", r.residual.scalar_type(), r.grad.numel(), r.grad);
+  check_vector(r.old_residual, "prune_: old_residual", r.residual.scalar_type(), r.grad.numel(),
+               r.grad);
   const PruneTypes types = {dtype_code(r.grad, "prune_: grad"),
                             dtype_code(r.residual, "prune_: residual")};
   MS_CHECK(types.residual != kFp16, "prune_: residual has the wrong dtype", "float32 or bfloat16",

@@ -22,8 +22,8 @@ int64_t prune_span(const PruneCall& call) {
     L::M count = {};
     for (; i + W <= call.numel && i < stop; i += W) {
       const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
-          load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i), call.limit, call.leak,
-          call.seeds, high, low);
+          load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.old_residual, i), call.limit,
+          call.leak, call.seeds, high, low);
       store_raw<GRAD>(call.grad, i, done.grad);
       store_raw<RESIDUAL>(call.residual, i, done.residual);
       count -= done.nonzero;
@@ -33,8 +33,9 @@ int64_t prune_span(const PruneCall& call) {
   }
   if (const int64_t rest = call.numel - i; rest > 0) {
     const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
-        load_raw_some<GRAD>(call.grad, i, rest), load_raw_some<RESIDUAL>(call.residual, i, rest),
-        call.limit, call.leak, call.seeds, high, low);
+        load_raw_some<GRAD>(call.grad, i, rest),
+        load_raw_some<RESIDUAL>(call.old_residual, i, rest), call.limit, call.leak, call.seeds,
+        high, low);
     store_raw_some<GRAD>(call.grad, i, rest, done.grad);
     store_raw_some<RESIDUAL>(call.residual, i, rest, done.residual);
     for (int lane = 0; lane < rest; ++lane) nnz -= done.nonzero[lane];

@@ -14,8 +14,9 @@ void launch_prune(const EncodeArguments& a, const PruneArguments& p, const Works
           using Source = PruneSource<decltype(grad)::value, decltype(residual)::value,
                                      grid_of(decltype(grad)::value, decltype(value)::value),
                                      decltype(stochastic)::value>;
-          const Source source = {a.grad,        p.residual,    p.range_offsets, p.thresholds,
-                                 p.tie_chances, p.range_count, p.leak,          prune_seeds(p.key)};
+          const Source source = {a.grad,          p.old_residual, p.residual,
+                                 p.range_offsets, p.thresholds,   p.tie_chances,
+                                 p.range_count,   p.leak,         prune_seeds(p.key)};
           launch_compact(a, source, work, stream);
         });
       });

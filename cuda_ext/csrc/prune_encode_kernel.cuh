@@ -32,7 +32,8 @@ struct PruneSource {
   static constexpr int kBlocks = 3;  // 72 registers a thread, of which 32 are on their way
 
   const void* grad;
-  void* residual;
+  const void* old_residual;
+  void* residual;                // may be `old_residual`
   const int64_t* range_offsets;  // [range_count + 1]
   const float* thresholds;       // [range_count]
   const float* tie_chances;      // [range_count], or null
@@ -50,7 +51,7 @@ struct PruneSource {
   __device__ __forceinline__ static bool is_uniform(const Rule& rule) { return rule.uniform; }
 
   __device__ __forceinline__ Element load(int64_t at) const {
-    return {static_cast<const Raw*>(grad)[at], static_cast<const RawResidual*>(residual)[at]};
+    return {static_cast<const Raw*>(grad)[at], static_cast<const RawResidual*>(old_residual)[at]};
   }
 
   // Writes the new residual of what is inside the tile.

@@ -82,6 +82,7 @@ class PrunePass {
         chances_(request.chances()),
         // The kernel that stages only reads it; the one that prunes in place also uses PruneCall.
         grad_(static_cast<char*>(const_cast<void*>(request.grad.const_data_ptr()))),
+        old_residual_(static_cast<const char*>(request.old_residual.const_data_ptr())),
         residual_(static_cast<char*>(request.residual.mutable_data_ptr())) {}
 
   int residual_dtype() const { return types_.residual; }
@@ -103,6 +104,7 @@ class PrunePass {
       const int64_t high_stop = (at | int64_t{0xffffffff}) + 1;
       const int64_t stop = std::min({end, ranges_[range + 1], high_stop});
       const PruneCall call = {grad_ + at * dtype_bytes(types_.grad),
+                              old_residual_ + at * dtype_bytes(types_.residual),
                               residual_at(at),
                               stop - at,
                               static_cast<uint64_t>(at),
@@ -166,9 +168,9 @@ class PrunePass {
  private:
   // Makes a staged value part of the residual again; true for infinity and NaN, which are not.
   bool give_back(int64_t element, uint8_t* value) const {
-    const PruneCall call = {
-        value, residual_at(element), 1, static_cast<uint64_t>(element), drop_finite(), leak_,
-        seeds_};
+    char* residual = residual_at(element);
+    const PruneCall call = {value,         residual, residual, 1, static_cast<uint64_t>(element),
+                            drop_finite(), leak_,    seeds_};
     return kernel_.prune[staged_][types_.residual][staged_][stochastic_](call) != 0;
   }
 
@@ -183,6 +185,7 @@ class PrunePass {
   const float* thresholds_;
   const float* chances_;
   char* grad_;
+  const char* old_residual_;
   char* residual_;
 };
 

@@ -140,12 +140,14 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
   const EncodeArguments& encode = call.encode;
   const PruneArguments& prune = call.prune;
   void* residual = call.rice.residual;
+  const void* old_residual = prune.thresholds == nullptr ? residual : prune.old_residual;
   const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
   const bool quantises = plan.kind == kKindRice;
   const auto is_aligned = [begin](const void* of, size_t bytes) {
     return (reinterpret_cast<uintptr_t>(of) + begin * bytes) % (kLaneValues * bytes) == 0;
   };
   const bool grad_aligned = is_aligned(encode.grad, sizeof(Raw));
+  const bool old_aligned = is_aligned(old_residual, sizeof(RawRest));
   const bool rest_aligned = is_aligned(residual, sizeof(RawRest));
   Limit limits[kLaneValues] = {};
   bool one_range = true;
@@ -165,7 +167,7 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
     const int at = group + kLaneValues * lane;
     load_neighbours<Raw>(encode.grad, begin + at, length - at, grad_aligned, grad);
     if (residual == nullptr) return;
-    load_neighbours<RawRest>(residual, begin + at, length - at, rest_aligned, rest);
+    load_neighbours<RawRest>(old_residual, begin + at, length - at, old_aligned, rest);
   };
   int nnz = 0;
   load(0);

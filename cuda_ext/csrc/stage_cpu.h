@@ -123,12 +123,12 @@ int64_t prune_stage(const PruneCall& call, const StagedSpan& to) {
     };
     if constexpr (full.value) {
       const Pruned<L> done =
-          prune(load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.residual, i));
+          prune(load_raw<GRAD>(call.grad, i), load_raw<RESIDUAL>(call.old_residual, i));
       store_raw<RESIDUAL>(call.residual, i, done.residual);
       return done.grad;
     } else {
       const Pruned<L> done = prune(load_raw_some<GRAD>(call.grad, i, lanes),
-                                   load_raw_some<RESIDUAL>(call.residual, i, lanes));
+                                   load_raw_some<RESIDUAL>(call.old_residual, i, lanes));
       store_raw_some<RESIDUAL>(call.residual, i, lanes, done.residual);
       return done.grad;
     }

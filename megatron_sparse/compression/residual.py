@@ -2,9 +2,9 @@
 
 A step *selects* from a bucket: some elements of gradient + residual are sent, and the others become
 the new residual. The selection is *pending* until the optimizer has taken or skipped the step:
-`commit` makes it final, `rollback` restores the old residual from its *undo copy*. So a step that
-is skipped (fp16 overflow) or repeated (Megatron's rerun mode) loses nothing. Without undo copies a
-residual takes one buffer, not two.
+`commit` makes it final, `rollback` restores the old residual, which is kept meanwhile: the *undo
+copy*. So a step that is skipped (fp16 overflow) or repeated (Megatron's rerun mode) loses nothing.
+Without undo copies a residual takes one buffer, not two.
 
 Residuals are contributions to the *averaged* gradient. Their *unit* is the loss scale, if there is
 one, times the factor that Megatron multiplies the summed gradients by.
@@ -34,7 +34,7 @@ class ResidualStore:
         dtype: `torch.float32` or `torch.bfloat16`.
 
     Attributes:
-        undo: whether to make an undo copy of each residual that a selection changes.
+        undo: whether to keep the old value of each residual that a selection changes.
         is_reported: whether `commit` or `rollback` is called after each step; if not, every
             selection is final at once.
     """
@@ -69,7 +69,22 @@ class ResidualStore:
         return sum(copy_N.nbytes for copy_N in self._undo_copies.values())
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
-        """Begins a selection: returns the bucket's residual, zeros on first use, to be changed.
+        """As `begin_apart`, for a selection in place: the buffer to write holds the old residual.
+
+        Raises:
+            SelectionError: as `begin_apart`.
+        """
+        old_N, residual_N = self.begin_apart(bucket)
+        if residual_N is not old_N:
+            residual_N.copy_(old_N)
+        return residual_N
+
+    def begin_apart(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begins a selection: returns the bucket's old residual, and the buffer for the new one.
+
+        The old residual is zeros on first use. Where it is kept as an undo copy, the selection must
+        write all of another buffer, which holds anything: no pass is spent on a copy. Else both are
+        the same tensor.
 
         If a selection of the bucket is pending already, after `go_on` the new one adds to it.
         Without `go_on` the step is being repeated, and the pending selection is undone first.
@@ -83,15 +98,15 @@ class ResidualStore:
         self._emptied.discard(name)
         if name in self._pending:
             if self._goes_on:
-                return self._residuals[name]
+                return self._residuals[name], self._residuals[name]
             self._undo_repeated(name)
         had_residual = name in self._residuals
-        residual_N = self._residuals[name] if had_residual else self._add_zeros(bucket)
+        old_N = self._residuals[name] if had_residual else self._add_zeros(bucket)
         if self.is_reported:
             self._pending[name] = had_residual
             if self.undo and had_residual:
-                self._keep_undo_copy(name, residual_N)
-        return residual_N
+                return old_N, self._keep_as_undo_copy(name, old_N)
+        return old_N, old_N
 
     def _undo_repeated(self, name: str) -> None:
         """Undoes the pending selection of a step that is being repeated."""
@@ -104,13 +119,16 @@ class ResidualStore:
             )
         self._restore(name)
 
-    def _keep_undo_copy(self, name: str, residual_N: torch.Tensor) -> None:
-        """Makes a residual's undo copy, in the buffer of the last copy if the size is the same."""
-        copy_N = self._undo_copies.get(name)
-        # Megatron may have cut its buckets anew, with other sizes.
-        if copy_N is None or copy_N.numel() != residual_N.numel():
-            copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
-        copy_N.copy_(residual_N)
+    def _keep_as_undo_copy(self, name: str, old_N: torch.Tensor) -> torch.Tensor:
+        """Makes a residual the undo copy; returns the new residual's buffer: that of the last copy.
+
+        Megatron may have cut its buckets anew, with other sizes: then the buffer is a new one.
+        """
+        residual_N = self._undo_copies.get(name)
+        if residual_N is None or residual_N.numel() != old_N.numel():
+            residual_N = torch.empty_like(old_N)
+        self._undo_copies[name], self._residuals[name] = old_N, residual_N
+        return residual_N
 
     def _add_zeros(self, bucket: Bucket) -> torch.Tensor:
         """Gives a bucket a residual of zeros, in place of any that it has."""
@@ -237,11 +255,12 @@ class ResidualStore:
 
     def _restore(self, name: str) -> None:
         """Undoes a pending selection: the residual is its undo copy again; a new one is zeros."""
-        had_residual = self._pending.pop(name)
+        residual_N, had_residual = self._residuals[name], self._pending.pop(name)
         if had_residual:
-            self._residuals[name].copy_(self._undo_copies[name])
+            self._residuals[name] = self._undo_copies[name]
+            self._undo_copies[name] = residual_N  # a buffer for the next selection
         else:
-            self._residuals[name].zero_()
+            residual_N.zero_()
 
     def rescale(self, factor: float) -> None:
         """Multiplies every residual by `factor`: the loss scale changed by it."""

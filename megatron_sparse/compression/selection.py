@@ -137,10 +137,9 @@ class Selector:
             # If every element is sent, a factor below 1 would leave too little room.
             factor = max(spec.capacity, 1.0) if spec.whole else spec.capacity
             capacity_S = segment_capacity(layout, factor * spec.density)
-        with timer.stage("prune"):  # `begin` may copy the residual
-            residual_N = self.residuals.begin(bucket)
+        old_N, residual_N = self.residuals.begin_apart(bucket)
         with timer.stage("threshold"):
-            limits_R = range_limits(bucket, layout, residual_N, spec.density, step, self.config)
+            limits_R = range_limits(bucket, layout, old_N, spec.density, step, self.config)
             pruning = Pruning(
                 residual_N,
                 layout.range_offsets,
@@ -149,6 +148,7 @@ class Selector:
                 self._key(bucket, step),
                 capacity_S,
                 limits_R.tie_chances,
+                old_residual_N=None if old_N is residual_N else old_N,
             )
         with timer.stage("prune"):
             message = prune_encode(

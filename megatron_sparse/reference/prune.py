@@ -103,6 +103,8 @@ def prune(
     in the bucket of element 0, if `grad_N` is a part of one.
     """
     residual_N, range_offsets, key = pruning.residual_N, pruning.range_offsets, pruning.key
+    if pruning.old_residual_N is not None:
+        residual_N = pruning.old_residual_N
     lengths = range_offsets.diff()
     threshold_N = torch.repeat_interleave(pruning.thresholds_R, lengths)
     # The threshold is clamped, so that infinity is never dropped; a NaN one keeps everything.

@@ -86,6 +86,32 @@ def test_one_buffer_without_undo_and_two_with_it(undo, dtype, nbytes, undo_nbyte
     assert (store.nbytes, store.undo_nbytes) == (nbytes, undo_nbytes)
 
 
+def test_two_buffers_take_turns_so_that_nothing_is_copied():
+    store, bucket = _held(1.0)
+    first_N, second_N = store.begin_apart(bucket)
+    assert torch.equal(first_N, torch.ones(bucket.numel)), "the old residual, which stays as it is"
+    second_N.fill_(2.0)  # a selection writes all of it
+    store.commit()
+    assert store[bucket.name] is second_N
+    old_N, residual_N = store.begin_apart(bucket)
+    assert old_N is second_N
+    assert residual_N is first_N
+    residual_N.fill_(3.0)
+    store.rollback()
+    assert torch.equal(store[bucket.name], torch.full((bucket.numel,), 2.0))
+
+
+def test_a_pass_that_adds_to_a_selection_changes_it_in_place():
+    store, bucket = _held(1.0)
+    _, selected_N = store.begin_apart(bucket)
+    selected_N.fill_(2.0)
+    store.go_on()
+    old_N, residual_N = store.begin_apart(bucket)
+    assert old_N is residual_N is selected_N
+    store.rollback()
+    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
+
+
 def test_state_moves_between_bucket_layouts_by_parameter_name():
     store = _store()
     first = _bucket("one", (4, 6), padding=2)

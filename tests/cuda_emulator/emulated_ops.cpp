@@ -48,8 +48,10 @@ Tensor prune_tile(const Tensor& grad, const Tensor& residual, int64_t begin, dou
                                    static_cast<uintptr_t>(begin * bytes));
   };
   Tensor out = torch::stable::new_empty(grad, {grad.numel()});
+  void* rest = moved(residual.mutable_data_ptr(), 2);
   const TileSource source = {moved(grad.mutable_data_ptr(), 4),
-                             moved(residual.mutable_data_ptr(), 2),
+                             rest,
+                             rest,
                              ranges,
                              &limit,
                              &chance,

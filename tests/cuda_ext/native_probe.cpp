@@ -35,7 +35,8 @@ int main() {
   std::vector<float> grad(40), residual(40);
   // Half of them tie with the threshold.
   for (int i = 0; i < 40; ++i) grad[i] = i % 2 ? 1.02f : 1.0f + i * 0.001f;
-  const PruneCall call = {grad.data(), residual.data(), 40, (5ull << 32) + 3, limit_of(1.02f, 0.5f),
+  const PruneCall call = {grad.data(), residual.data(),  residual.data(),
+                          40,          (5ull << 32) + 3, limit_of(1.02f, 0.5f),
                           1.0f,        prune_seeds(9)};
   kernels_portable().prune[kFp32][kFp32][kBf16][1](call);
   for (int i = 0; i < 40; ++i) std::printf("prune %d %.9g %.9g\n", i, grad[i], residual[i]);
