@@ -156,6 +156,18 @@ def test_measurements_are_positive():
     assert 0 < speed.decode_s < 1e-4
 
 
+def test_a_codec_that_shares_its_core_is_as_fast_as_its_windows_are_on_average(monkeypatch):
+    encode_s, decode_s = [1.0, 5.0] * (price.WINDOWS // 2), [2.0, 8.0] * (price.WINDOWS // 2)
+    readings, now_s = [], 0.0
+    for window in zip(encode_s, decode_s, strict=True):
+        readings += [now_s, now_s + window[0], now_s + sum(window)]
+        now_s += 10
+    monkeypatch.setattr(price, "host_clock", lambda device: iter(readings).__next__)
+    numel = price.SAMPLE_NUMEL * price.SAMPLE_REPEATS["cpu"]
+    speed = price.coder_speed(torch.bfloat16, torch.device("cpu"))
+    assert speed == (3.0 / numel, 5.0 / numel)
+
+
 @pytest.mark.parametrize(
     ("place", "name"),
     [(0, "method"), (1, "per_node"), (2, "bits"), (3, "verify_every")],
