@@ -59,7 +59,7 @@ virtual cluster does not keep."""
 
 
 class WorkRank(Rank):
-    """A rank with one fp32 bucket of two parameters."""
+    """A rank with one fp32 bucket of two parameters, and an undo copy of its residual."""
 
     def __init__(self, transport: Any, way: Way) -> None:
         super().__init__(
@@ -76,6 +76,13 @@ class WorkRank(Rank):
             RANKS,
             reduction=Reduction.AVG,
         )
+        residuals = self.reducer.selector.residuals
+        residuals.undo = residuals.is_reported = True
+
+    def fill(self, step: int) -> None:
+        """The optimizer has taken the step before; the backward pass."""
+        self.reducer.selector.residuals.commit()
+        super().fill(step)
 
 
 def work_of(way: Way, nccl: Any) -> Ledger:
@@ -212,8 +219,9 @@ HEAD = f"""\
 # Launches and bytes of a bucket
 
 What one rank of {RANKS} gives its GPU to do for a bucket in capacity mode: density 1 %, capacity
-1.25, fp32 gradient and residual. The [emulator](results/gpu.md) counts it; no GPU was measured. A
-test compares this page with the count. After a change of a launch, write it anew:
+1.25, fp32 gradient and residual, an [undo copy](memory.md#the-undo-copy). The
+[emulator](results/gpu.md) counts it; no GPU was measured. A test compares this page with the count.
+After a change of a launch, write it anew:
 
 ```bash
 python -m tests.cuda_emulator.device_work
