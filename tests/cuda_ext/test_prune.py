@@ -163,6 +163,7 @@ def test_every_element_may_be_its_own_range():
         *((problem, changes, 0) for problem, changes in BAD_SELECTIONS.items()),
         ("grad has the wrong shape", {"grad": torch.zeros(16)[::2]}, 0),
         ("a capacity is given", {"capacity_S": torch.tensor([3])}, 0),
+        ("an old residual is given", {"old_residual_N": torch.zeros(8)}, 0),
         ("wire_dtype is unknown", {}, 3),
     ],
 )

@@ -211,6 +211,8 @@ BAD_SLOTS = {
 }
 BAD_PRUNINGS = {
     **cases.BAD_SELECTIONS,
+    "old_residual has the wrong dtype": {"old_residual_N": torch.zeros(8, dtype=torch.bfloat16)},
+    "old_residual has the wrong length": {"old_residual_N": torch.zeros(9)},
     "segment_offsets does not cut": {"segments": segments_of([0, 9])},
     "segment_dense has the wrong length": {"segments": segments_of([0, 8], [0, 0])},
     "value_dtype is unknown": {"spec": RecordSpec(3, 0)},
@@ -253,8 +255,10 @@ def test_a_refused_call_changes_nothing(place, problem, is_rice):
     own = {name: value for name, value in bad.items() if name not in given}
     pruning = replace(pruning_of(torch.full((8,), 0.5), 0.0, key=0), **own)
     grad, segments, spec, out = [bad.get(name, value) for name, value in given.items()]
-    rest, limits = place(pruning.residual_N), place(pruning.thresholds_R)
-    there = replace(pruning, residual_N=rest, thresholds_R=limits)
+    rest, limits, old = place(pruning.residual_N), place(pruning.thresholds_R), None
+    if pruning.old_residual_N is not None:
+        old = place(pruning.old_residual_N)
+    there = replace(pruning, residual_N=rest, thresholds_R=limits, old_residual_N=old)
     with pytest.raises(ExtensionError, match=problem):
         ops.prune_encode(place(grad), there, segments, spec, place(out))
     assert torch.equal(rest.cpu(), pruning.residual_N)
