@@ -7,6 +7,10 @@ nothing. `enable_training` adds the replacements for `megatron.training`. Nothin
 torch sees a GPU. A 2-rank training is slow, but it is Megatron's own: buckets, overlap, distributed
 optimizer, checkpoints.
 
+`enable` also makes the process batch work (SCHED_BATCH), for ranks that share cores. Else a thread
+that sends loses its core to the rank that its message wakes, in the middle of the send and with
+gloo's lock; gloo's other thread spins until the sender has its core back.
+
 The mode belongs to the thread that enables it (torch keeps modes by thread); `torch.cuda` is
 patched for the process.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from collections import defaultdict
@@ -265,7 +270,9 @@ def enable() -> None:
     """Lets `megatron.core` run on the CPU, in this thread. Idempotent.
 
     Call it before anything imports megatron: at import Megatron looks for GPUs, and binds functions
-    of `torch.cuda` to names in its own modules, which a later patch would not reach.
+    of `torch.cuda` to names in its own modules, which a later patch would not reach. This thread,
+    and threads that it starts later, are batch work from then on, unless they have a scheduling
+    policy already.
 
     Raises:
         HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.
@@ -289,6 +296,8 @@ def enable() -> None:
             got=f"{loaded[-1]} is imported",
             remedy="move the call to the top of the script",
         )
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:  # the default: nobody has chosen another policy
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # needs no privilege
     _apply(CORE_PATCHES)
     # Megatron warns if use of a GPU generator changes the CPU generator; here they are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(

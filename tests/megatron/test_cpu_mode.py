@@ -1,7 +1,9 @@
 """CPU mode and the repairs of Megatron, each in its own process, because neither can be undone."""
 
+import os
 import re
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +65,22 @@ def _too_late(rank, world_size):
 def test_cuda_calls_are_answered_by_the_cpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_ranks(_cuda_calls, 1)
+
+
+def _policies(rank, world_size):
+    """What the CPU mode makes of rank 0's policy, which is the default one, and of rank 1's."""
+    if rank == 1:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    cpu_mode.enable()
+    with ThreadPoolExecutor(1) as later:
+        return os.sched_getscheduler(0), later.submit(os.sched_getscheduler, 0).result()
+
+
+def test_ranks_are_batch_work_unless_they_have_a_policy():
+    """So no rank takes a core from the one whose message has woken it."""
+    chosen, kept = run_ranks(_policies, 2)
+    assert chosen == (os.SCHED_BATCH, os.SCHED_BATCH), "threads that start later inherit it"
+    assert kept == (os.SCHED_IDLE, os.SCHED_IDLE)
 
 
 def test_it_has_to_come_before_megatron():
