@@ -37,6 +37,8 @@ from torch.overrides import TorchFunctionMode
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import repairs
 
+logger = logging.getLogger(__name__)
+
 _CPU = torch.device("cpu")
 
 
@@ -296,8 +298,7 @@ def enable() -> None:
             got=f"{loaded[-1]} is imported",
             remedy="move the call to the top of the script",
         )
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:  # the default: nobody has chosen another policy
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # needs no privilege
+    _become_batch_work()
     _apply(CORE_PATCHES)
     # Megatron warns if use of a GPU generator changes the CPU generator; here they are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
@@ -305,6 +306,16 @@ def enable() -> None:
     )
     _mode = CudaToCpu()
     _mode.__enter__()  # for the life of the process
+
+
+def _become_batch_work() -> None:
+    """Changes the default scheduling policy to SCHED_BATCH, which needs no privilege."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:  # a sandbox has no such policy
+        logger.warning("no batch scheduling (%s): ranks that share cores train more slowly", error)
 
 
 def properties() -> AbstractContextManager[object]:

@@ -1,5 +1,6 @@
 """CPU mode and the repairs of Megatron, each in its own process, because neither can be undone."""
 
+import logging
 import os
 import re
 from collections import defaultdict
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +83,25 @@ def test_ranks_are_batch_work_unless_they_have_a_policy():
     chosen, kept = run_ranks(_policies, 2)
     assert chosen == (os.SCHED_BATCH, os.SCHED_BATCH), "threads that start later inherit it"
     assert kept == (os.SCHED_IDLE, os.SCHED_IDLE)
+
+
+def _without_policies(rank, world_size):
+    def refuse(*arguments):
+        raise OSError("Invalid argument")
+
+    logged = []
+    logger = logging.getLogger(cpu_mode.__name__)
+    logger.addFilter(lambda record: logged.append(record.getMessage()))
+    with mock.patch.object(os, "sched_setscheduler", refuse):
+        cpu_mode.enable()
+    return torch.zeros(2).cuda().device.type, logged
+
+
+def test_a_sandbox_without_policies_costs_time_only():
+    ((device, (logged,)),) = run_ranks(_without_policies, 1)
+    assert device == "cpu"
+    assert "Invalid argument" in logged
+    assert "train more slowly" in logged
 
 
 def test_it_has_to_come_before_megatron():
