@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -73,7 +74,8 @@ class FakeCuda:
         self.log: list[str] = []
         self.made = 0
         Event.cuda = Stream.cuda = self
-        self.launching = self.current = Stream(name="launching")
+        self.launching = Stream(name="launching")
+        self._of_thread = threading.local()
         for name, fake in {
             "Event": Event,
             "Stream": Stream,
@@ -83,13 +85,18 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
+    @property
+    def current(self) -> Stream:
+        """The current stream of the calling thread, as in torch each thread has one."""
+        return getattr(self._of_thread, "stream", self.launching)
+
     @contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._of_thread.stream = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self._of_thread.stream = before
 
     def note(self, what: str) -> None:
         """Work that is queued on the current stream."""
