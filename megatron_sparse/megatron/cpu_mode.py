@@ -7,9 +7,9 @@ nothing. `enable_training` adds the replacements for `megatron.training`. Nothin
 torch sees a GPU. A 2-rank training is slow, but it is Megatron's own: buckets, overlap, distributed
 optimizer, checkpoints.
 
-`enable` also makes the process batch work (SCHED_BATCH), for ranks that share cores. Else a thread
-that sends loses its core to the rank that its message wakes, in the middle of the send and with
-gloo's lock; gloo's other thread spins until the sender has its core back.
+`enable` also makes the process batch work (SCHED_BATCH), for ranks that share cores. Otherwise a
+thread that sends loses its core to the rank that its message wakes, in the middle of the send and
+with gloo's lock held; gloo's own thread spins until the sender has its core back.
 
 The mode belongs to the thread that enables it (torch keeps modes by thread); `torch.cuda` is
 patched for the process.
