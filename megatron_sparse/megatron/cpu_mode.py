@@ -273,8 +273,8 @@ def enable() -> None:
 
     Call it before anything imports megatron: at import Megatron looks for GPUs, and binds functions
     of `torch.cuda` to names in its own modules, which a later patch would not reach. This thread,
-    and threads that it starts later, are batch work from then on, unless they have a scheduling
-    policy already.
+    and threads that it starts later, are batch work from then on, unless the process was given
+    another scheduling policy than the default.
 
     Raises:
         HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.

@@ -69,10 +69,14 @@ def test_cuda_calls_are_answered_by_the_cpu(monkeypatch):
     run_ranks(_cuda_calls, 1)
 
 
+def _start_with(policy):
+    """A rank inherits the policy of the process that tests, which may be batch work itself."""
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
 def _policies(rank, world_size):
-    """What the CPU mode makes of rank 0's policy, which is the default one, and of rank 1's."""
-    if rank == 1:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    """What the CPU mode makes of rank 0's policy, the default one, and of rank 1's."""
+    _start_with((os.SCHED_OTHER, os.SCHED_IDLE)[rank])
     cpu_mode.enable()
     with ThreadPoolExecutor(1) as later:
         return os.sched_getscheduler(0), later.submit(os.sched_getscheduler, 0).result()
@@ -89,6 +93,7 @@ def _without_policies(rank, world_size):
     def refuse(*arguments):
         raise OSError("Invalid argument")
 
+    _start_with(os.SCHED_OTHER)
     logged = []
     logger = logging.getLogger(cpu_mode.__name__)
     logger.addFilter(lambda record: logged.append(record.getMessage()))
