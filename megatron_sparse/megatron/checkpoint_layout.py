@@ -271,19 +271,27 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
     For `residual_checkpoint=sum`. All ranks get all sums, but save different parameters. Yields
     (name, whether it is an expert's, sum over all rows: fp32 [P] on the host).
 
-    Collective over all ranks: for each bucket one all-reduce, and meanwhile a buffer of 4 bytes for
-    each element.
+    Collective over all ranks: one small all-reduce; for each bucket one all-reduce, and meanwhile a
+    buffer of 4 bytes for each element.
     """
     turn = 0  # number of the parameter, which the rank `turn % size` saves
     for group in attachment.groups:
         rank, size = data_rank_and_size(group.expert)
-        for whole in group.buckets:
-            part = attachment.reducer(group).part(whole)
-            values_M = attachment.residuals.settled(part)
+        ranks = data_parallel_group(group.expert)
+        parts = [attachment.reducer(group).part(whole) for whole in group.buckets]
+        residuals = [attachment.residuals.settled(part) for part in parts]
+        # A resumed rank may have none where others do: nothing of its part had been saved.
+        own = [values_M is not None for values_M in residuals]
+        on_any_rank = torch.tensor(own, dtype=torch.uint8, device=parts[0].grad_N.device)
+        dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, ranks)
+        held = zip(group.buckets, parts, residuals, on_any_rank.tolist(), strict=True)
+        for whole, part, values_M, is_saved in held:
+            if not is_saved:
+                continue
             if values_M is None:
-                continue  # it has no residual yet, on any rank
+                values_M = torch.zeros_like(part.grad_N)
             total_N = in_whole_bucket(values_M, part, whole)
-            dist.all_reduce(total_N, group=data_parallel_group(group.expert))
+            dist.all_reduce(total_N, group=ranks)
             for parameter in whole.parameters:
                 if turn % size == rank:
                     total_P = total_N[parameter.start : parameter.stop].cpu().clone()

@@ -98,6 +98,17 @@ def test_a_sum_is_given_out_whole_and_each_element_to_one_rank(rank, saved):
     assert "from their sum" in "".join(said) or rank != 0
 
 
+@on_ranks(2)
+def test_a_rank_without_residuals_takes_part_in_the_sum(rank, saved):
+    """After a change of buckets a resumed rank may have none where another one does."""
+    folder, held, _ = saved
+    with _loaded(folder / "full", residual_checkpoint=("full", "none")[rank]) as (run, _):
+        save(run.attachment, folder / "of_rank_0", "sum")
+    with _loaded(folder / "of_rank_0") as (run, _):
+        first, second = of_all_ranks(run.residuals())
+    assert equal({name: first[name] + second[name] for name in first}, held[0])
+
+
 def _tensor_bytes(folder):
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
