@@ -9,7 +9,7 @@ words are checked at the same point, so that errors do not depend on the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
@@ -19,6 +19,9 @@ import torch
 _Waiting = SimpleQueue[tuple[torch.device, torch.cuda.Event, Callable[[], None]]]
 Check = Callable[[torch.Tensor], None]
 """Takes a call's words on the CPU and raises the error that they hold, if any."""
+type Copies[T] = Generator[HostCopy, None, T]
+"""Yields each copy that has to end before it goes on, so that a driver can do other work meanwhile.
+"""
 
 
 class Reports:
@@ -125,6 +128,25 @@ class HostCopy:
         sizes = [words.numel() for words, _ in calls]
         for (_, check), words in zip(calls, self._words.split(sizes), strict=True):
             check(words)
+
+
+def on_cpu(words: torch.Tensor) -> Copies[torch.Tensor]:
+    """Copies a 1-D tensor to the CPU; yields the copy on CUDA, and nothing on a CPU."""
+    if words.device.type != "cuda":
+        return words
+    found: list[torch.Tensor] = []
+    yield HostCopy([(words, found.append)])
+    return found[0]
+
+
+def waiting_for[T](steps: Copies[T]) -> T:
+    """Runs steps to their end, and waits for each copy that they yield; returns their result."""
+    while True:
+        try:
+            copy = next(steps)
+        except StopIteration as end:
+            return end.value
+        copy.finish()
 
 
 @cache

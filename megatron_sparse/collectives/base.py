@@ -20,6 +20,8 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.checksummed import checksummed_row, verified_row
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext.codec_cuda import to_device
+from megatron_sparse.cuda_ext.reports import on_cpu
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
@@ -190,7 +192,7 @@ class Identity:
         own = checksummed_row(self._word(count), sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
         words[: len(own)] = torch.tensor(own)
-        return words.to(device)
+        return to_device(words, device)
 
     def read_row(self, words: Sequence[int], rank: int, count: int | None = None) -> list[int]:
         """Checks a row that `rank` has made with `row`, and returns its sizes.
@@ -230,7 +232,7 @@ def exchange_sizes(
     Args:
         sizes: at most max(n, 2), the same count on every rank.
         identity: of the collective; it must be the same on every rank.
-        transport: moves the rows; on CUDA the CPU waits for the result.
+        transport: moves the rows.
         unordered: the collective's later messages are small and carry its own tag. So on a CPU the
             next bucket may post its agreement while this one is in flight.
 
@@ -245,7 +247,8 @@ def exchange_sizes(
     if unordered and transport.device.type != "cuda":
         yield UNORDERED
     yield work
-    rows = zip(gathered.view(n, -1).tolist(), names_of(transport), strict=True)
+    found = yield from on_cpu(gathered)
+    rows = zip(found.view(n, -1).tolist(), names_of(transport), strict=True)
     return [identity.read_row(row, rank, len(sizes)) for row, rank in rows]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums
+from megatron_sparse.cuda_ext.reports import Copies, on_cpu
 from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
     FORMAT_BLOCKS,
@@ -34,11 +35,11 @@ from megatron_sparse.wire import (
 _BEFORE_CHECKSUM = struct.Struct("<4sBBBBQQQQI")
 
 
-def heads_of(records: Sequence[torch.Tensor]) -> list[bytes]:
-    """The first bytes of each 1-D uint8 record of one device; on CUDA this waits once for all."""
+def heads_of(records: Sequence[torch.Tensor]) -> Copies[list[bytes]]:
+    """The first bytes of each 1-D uint8 record of one device; one copy for all of them."""
     heads = [record[:HEADER_BYTES] for record in records]
-    read = torch.cat(heads).cpu().split([head.numel() for head in heads])
-    return [head.numpy().tobytes() for head in read]
+    read = yield from on_cpu(torch.cat(heads))
+    return [head.numpy().tobytes() for head in read.split([head.numel() for head in heads])]
 
 
 def check_fields(rank: int | None, *fields: tuple[str, object, object]) -> None:

@@ -28,6 +28,7 @@ from megatron_sparse.cuda_ext.arguments import (
     overload,
     refusing,
 )
+from megatron_sparse.cuda_ext.reports import Copies, on_cpu, waiting_for
 from megatron_sparse.formats.header import Header, check_fields, heads_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
@@ -106,25 +107,57 @@ def decode_moves_(
     """
     if ranks is None:
         ranks = [None] * len(records)
+    coders = waiting_for(coders_of(records, held, epoch=epoch, ranks=ranks))
+    waiting_for(check_applied(apply_moves_(records, held, coders), ranks))
+
+
+def coders_of(
+    records: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
+    *,
+    epoch: int,
+    ranks: Sequence[int | None],
+) -> Copies[list[int]]:
+    """Checks the headers of `decode_moves_`; returns of each record a position in `MOVES_CODERS`.
+
+    Arguments and errors as there. A job calls this, `apply_moves_` and `check_applied` instead, to
+    let its thread work for other buckets while the copies come in.
+    """
     for record, old in zip(records, held, strict=True):
         check_device("decode_moves_", "held", old)
         check_flat("decode_moves_", "held", old, GRAD_DTYPES, device=held[0].device)
         check_flat("decode_moves_", "record", record, (torch.uint8,), device=old.device)
     coders = []
-    for head, record, old, rank in zip(heads_of(records), records, held, ranks, strict=True):
+    heads = yield from heads_of(records)
+    for head, record, old, rank in zip(heads, records, held, ranks, strict=True):
         header = Header.unpack(head, rank)
         check_fields(rank, ("format", FORMAT_MOVES, header.format))
         if header.flags >= len(MOVES_CODERS):
             raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", header.flags)
         dtype = GRAD_DTYPES.index(old.dtype)  # in the order of the wire's codes
         header.check_whole(old.numel(), dtype, epoch, record.numel(), rank)
-        coders.append(header.flags)  # a position in `MOVES_CODERS`
+        coders.append(header.flags)
+    return coders
+
+
+def apply_moves_(
+    records: Sequence[torch.Tensor], held: Sequence[torch.Tensor], coders: Sequence[int]
+) -> torch.Tensor:
+    """Decodes the payloads of records that `coders_of` has checked; returns their statuses.
+
+    On CUDA it only queues the work.
+    """
     aligned = [  # the kernels need addresses that are multiples of 16
         record.clone() if record.is_cuda and record.data_ptr() % 16 else record
         for record in records
     ]
-    statuses = call("moves_decode_", list(held), aligned, coders).view(-1, 2)
-    for (field, where), rank in zip(statuses.tolist(), ranks, strict=True):
+    return call("moves_decode_", list(held), aligned, list(coders))
+
+
+def check_applied(statuses: torch.Tensor, ranks: Sequence[int | None]) -> Copies[None]:
+    """Raises the `WireFormatError` of `decode_moves_` if a payload was damaged."""
+    found = yield from on_cpu(statuses.view(-1))
+    for (field, where), rank in zip(found.view(-1, 2).tolist(), ranks, strict=True):
         if field:  # number of the wrong field, 0 for a right record
             expected, got = "as docs/parameters.md specifies", f"damage at {where}"
             raise wrong_field(rank, _FIELDS[field], expected, got)

@@ -21,8 +21,8 @@ those before the optimizer step. So a step may gather twice or never, and steps 
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
-device once for the size of its own record, once for the announcements, once for the headers of all
-received records, and once for the outcomes.
+device once, for the size of its own record. The announcements, the headers of all received records
+and the outcomes are copied to the CPU, and meanwhile it works for other buckets.
 
 With `per_node` records cross to each other node once: across nodes compressed, inside them raw.
 
@@ -43,19 +43,32 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import POSTED
-from megatron_sparse.collectives.base import Identity, Round, Steps, Subgroup, whole_group
+from megatron_sparse.collectives.base import (
+    Identity,
+    Phase,
+    Round,
+    Steps,
+    Subgroup,
+    whole_group,
+)
 from megatron_sparse.collectives.gather import Arrived, pairwise_all_gather, pairwise_rounds
+from megatron_sparse.cuda_ext.reports import waiting_for
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
+from megatron_sparse.formats.moves import (
+    apply_moves_,
+    check_applied,
+    coders_of,
+    encode_moves,
+    most_bytes,
+)
 from megatron_sparse.parameters.agreement import (
     EXACT,
     NUMBER_BITS,
@@ -163,7 +176,7 @@ class ShardGather[W: Way](ABC):
         """The record of this gather; then `_own_M` has the bits that it gives the other ranks."""
 
     @abstractmethod
-    def _decode_(self, records: Records, number: int) -> None:
+    def _decode_(self, records: Records, number: int, timer: StageTimer) -> Phase:
         """Turns ranks' shards into what their records say; one that is refused changes nothing."""
 
     @abstractmethod
@@ -222,17 +235,20 @@ class ShardGather[W: Way](ABC):
             waiting: Records = []
 
             def take(sender: int, received: torch.Tensor) -> None:
-                """Decodes a record of another rank; on CUDA waits until all of them are here."""
+                """Takes a record of another rank; on a CPU decodes it at once."""
                 if sender != self._transport.rank:
                     waiting.append((sender, received))
-                    is_last = len(waiting) == self._sender_count
-                    if is_last or not received.is_cuda:
-                        with record.timer.stage("decode"):
-                            self._check_and_decode(waiting, announced)
-                        waiting.clear()
+                    if not received.is_cuda:
+                        waiting_for(decode())
+
+            def decode() -> Phase:
+                """Decodes the records that have not been decoded yet."""
+                if waiting:
+                    yield from self._check_and_decode(waiting, announced, record.timer)
+                    waiting.clear()
 
             record.message_bytes = sent.numel()
-            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
+            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take, decode)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED  # the next job may pass the gate
@@ -241,15 +257,14 @@ class ShardGather[W: Way](ABC):
         self._verify_new(announced)
         self._keep()
 
-    @cached_property
-    def _sender_count(self) -> int:
-        """The number of ranks that send this rank their record."""
-        if not self._way.per_node:
-            return self._transport.world_size - 1
-        routes = NodeRoutes(self._transport.nodes, self._transport.rank)
-        return sum(map(len, routes.sources))
-
-    def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
+    def _exchange(
+        self,
+        sent: torch.Tensor,
+        sizes: list[int],
+        tag: int,
+        take: Arrived,
+        decode: Callable[[], Phase],
+    ) -> Steps:
         """Exchanges records between all ranks or once per node; returns the bytes this rank sent.
 
         Args:
@@ -257,16 +272,18 @@ class ShardGather[W: Way](ABC):
             sizes: bytes of each rank's record.
             tag: of the messages.
             take: called with a sender and its record, when the record has arrived.
+            decode: run when all records have arrived.
         """
         if not any(sizes):  # no shard has changed
             yield POSTED
             return 0
         if self._way.per_node:
-            gather = gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
+            gather = gather_per_node(sent, sizes, self._shards, self._transport, tag, take, decode)
             return (yield from gather)
         group = whole_group(self._transport, tag)
         received = sent.new_empty(sum(sizes) - sent.numel())
         yield from pairwise_all_gather(sent, received, sizes, group, take)
+        yield from decode()
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
@@ -298,7 +315,9 @@ class ShardGather[W: Way](ABC):
                     remedy="use the same version of megatron_sparse on every rank",
                 )
 
-    def _check_and_decode(self, records: Records, announced: Sequence[Announcement]) -> None:
+    def _check_and_decode(
+        self, records: Records, announced: Sequence[Announcement], timer: StageTimer
+    ) -> Phase:
         """Decodes records: turns the old bits of the senders' shards into the new ones.
 
         Raises:
@@ -311,7 +330,7 @@ class ShardGather[W: Way](ABC):
             for sender, _ in records:
                 old_hash = announced[sender].old_hash
                 check_held(self._shards[sender], old_hash, sender, own_rank, when)
-        self._decode_(records, number)
+        yield from self._decode_(records, number, timer)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
         """Compares the other ranks' new shards with the hashes they announced, where ranks verify.
@@ -346,10 +365,13 @@ class ExactGather(ShardGather[Way]):
         assert self._kept_M is not None, "else the gather is raw"
         return encode_moves(self._kept_M, self._own_M, epoch=number)
 
-    def _decode_(self, records: Records, number: int) -> None:
+    def _decode_(self, records: Records, number: int, timer: StageTimer) -> Phase:
         ranks, moves = zip(*records, strict=True)
         held = [self._shards[rank] for rank in ranks]
-        decode_moves_(moves, held, epoch=number, ranks=ranks)
+        coders = yield from coders_of(moves, held, epoch=number, ranks=ranks)
+        with timer.stage("decode"):
+            statuses = apply_moves_(moves, held, coders)
+        yield from check_applied(statuses, ranks)
 
     def _most_bytes(self) -> int:
         return most_bytes(self._own_M.numel(), self._own_M.dtype)
@@ -408,18 +430,19 @@ def gather_per_node(
     transport: Transport,
     tag: int,
     take: Arrived,
+    decode: Callable[[], Phase],
 ) -> Steps:
     """Gathers all shards on every rank, once per node; returns the bytes that this rank sent.
 
     Args:
         own_record: this rank's record.
         sizes: bytes of each rank's record.
-        shards: [n, M], the parameters. `take` writes the shards whose records this rank receives;
-            the exchange inside the node writes the rest.
+        shards: [n, M], the parameters. `take` and `decode` write the shards whose records this rank
+            receives; the exchange inside the node writes the rest.
         transport: the group; the routes follow from its `nodes`.
         tag: of the messages.
-        take: called with a sender and its record, for each record that this rank receives. When it
-            returns from the last one, all these shards must be written: they are then sent on.
+        take: called with a sender and its record, for each record that this rank receives.
+        decode: run after the last of them. Then all these shards must be written: they are sent on.
     """
     routes = NodeRoutes(transport.nodes, transport.rank)
     across = whole_group(transport, tag)
@@ -435,6 +458,7 @@ def gather_per_node(
             take(sender, record)
 
     yield from across.in_rounds(rounds, arrived, independent=True)
+    yield from decode()
     inside = Subgroup(transport, routes.here, tag)
     # For each rank of this node, the raw shards that it sends to the others: its own and those it
     # has decoded. They are received in place.

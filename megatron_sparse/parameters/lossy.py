@@ -27,9 +27,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.collectives.base import Phase
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
 from megatron_sparse.parameters.agreement import LOSSY
 from megatron_sparse.parameters.gather import NOTHING, Records, ShardGather, Way
+from megatron_sparse.recording import StageTimer
 
 SWAPPED_NUMEL = 2**16
 """Numbers that change places at a time: all that the swap needs of memory."""
@@ -131,10 +133,12 @@ class LossyGather(ShardGather[LossyWay]):
         self._changed = False
         return sent
 
-    def _decode_(self, records: Records, number: int) -> None:
-        for rank, record in records:
-            if record.numel() > 0:
-                add_difference_(record, self._shards[rank], epoch=number, rank=rank)
+    def _decode_(self, records: Records, number: int, timer: StageTimer) -> Phase:
+        with timer.stage("decode"):
+            for rank, record in records:
+                if record.numel() > 0:
+                    add_difference_(record, self._shards[rank], epoch=number, rank=rank)
+        yield from ()  # on a CPU, the only device of these records, there is nothing to wait for
 
     def _most_bytes(self) -> int:
         return record_bytes(self._own_M.numel(), self._way.bits)

@@ -157,14 +157,15 @@ def test_hashes_are_compared_every_so_many_gathers():
 
 
 def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
-    original = gather.decode_moves_
+    original = gather.apply_moves_
 
-    def wrong(records, held, **options):
-        original(records, held, **options)
+    def wrong(records, held, coders):
+        statuses = original(records, held, coders)
         held[0][0] += 1
+        return statuses
 
     group = Group.started()
-    monkeypatch.setattr(gather, "decode_moves_", wrong)
+    monkeypatch.setattr(gather, "apply_moves_", wrong)
     with pytest.raises(ReplicaError, match="after gather number 1"):
         group.gather()
 
