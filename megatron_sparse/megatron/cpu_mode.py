@@ -40,6 +40,8 @@ from megatron_sparse.megatron import repairs
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+# Looked up once: the mode sees thousands of calls in an iteration.
+_CUDA, _TYPE, _TO = torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to
 
 
 def _is_cuda(device: Any) -> bool:
@@ -66,17 +68,16 @@ class CudaToCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls `func` with the CPU for every CUDA device. torch calls this instead of `func`."""
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = _CPU
-        if func is torch.Tensor.cuda:
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": _CPU}
+        if func is _CUDA:
             return args[0]  # the tensor, which is on the CPU already
         # Without a further argument `type` does not convert, but returns the type's name.
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is _TYPE and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        if func is _TO and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -175,6 +176,18 @@ def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _fuses(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps `Adam.__init__`: it fuses the update unless it is told how to run it."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("fused") is None:
+            kwargs["fused"] = not (kwargs.get("foreach") or kwargs.get("differentiable"))
+        original(self, *args, **kwargs)
+
+    return init
+
+
 _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
@@ -234,6 +247,11 @@ CORE_PATCHES = (
         "torch.utils.data.DataLoader.__iter__",
         _keeps_generator,
         "training.training: dropout in a resumed run repeats that of an uninterrupted one",
+    ),
+    Patch(
+        "torch.optim.Adam.__init__",  # also AdamW's, which calls it
+        _fuses,
+        "core.optimizer, without Apex: like Apex's, it reads and writes its tensors once",
     ),
     Patch(
         "torch.cuda.memory_stats",

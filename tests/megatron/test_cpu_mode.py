@@ -109,6 +109,18 @@ def test_a_sandbox_without_policies_costs_time_only():
     assert "train more slowly" in logged
 
 
+def _ways_of_adam(rank, world_size):
+    """How Adam and AdamW run their update, by default and as they are told."""
+    cpu_mode.enable()
+    ways = ({}, {"foreach": True}, {"differentiable": True}, {"fused": False})
+    optimizers = (torch.optim.Adam, torch.optim.AdamW)
+    return [[kind([torch.ones(1)], **way).defaults["fused"] for way in ways] for kind in optimizers]
+
+
+def test_adam_is_fused_unless_it_is_told_otherwise():
+    assert run_ranks(_ways_of_adam, 1) == [[[True, False, False, False]] * 2]
+
+
 def test_it_has_to_come_before_megatron():
     (said,) = run_ranks(_too_late, 1)
     assert "CPU mode was enabled too late" in said
