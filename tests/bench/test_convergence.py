@@ -257,8 +257,10 @@ def test_schedules_are_stretched_with_the_run(tmp_path):
     assert (plain.training.iterations, safe.training.iterations) == (200, 220)
     assert (plain.training.lr_warmup_iters, safe.training.lr_warmup_iters) == (20, 22)
     assert (plain.training.eval_interval, safe.training.eval_interval) == (20, 22)
-    assert (safe.compression.warmup_iters, safe.compression.ramp_iters) == (33, 66)
-    assert balanced.compression.ramp_iters == 154
+    for preset in (safe, balanced):  # a user's schedule, and a user's buckets
+        assert preset.compression.warmup_iters is preset.compression.ramp_iters is None
+        assert preset.megatron["ddp_bucket_size"] is None
+    assert plain.megatron["ddp_bucket_size"] == 2_000_000
     assert safe.parameters.method == "exact"
     for name, config in configs.items():
         assert config.training.use_distributed_optimizer == (name != "allreduce"), name

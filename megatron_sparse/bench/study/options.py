@@ -54,6 +54,9 @@ _BF16 = ("plugin=false", "megatron.grad_reduce_in_bf16=true")
 _REPLICATED = "training.use_distributed_optimizer=false"
 """Over gloo torch reduce-scatters by an all-reduce, which sends twice as much; so plain Megatron
 without the distributed optimizer sends what NCCL would send with it."""
+_LARGE_BUCKETS = "megatron.ddp_bucket_size=null"
+"""Megatron's default, one bucket here. Each bucket costs the plugin time of the two cores. Megatron
+without the plugin is faster with the four buckets of `experiment=testbed`, so it has these."""
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
@@ -67,8 +70,8 @@ class Setting:
         name: of the run's folder, and on the command line.
         label: in tables and pictures.
         overrides: arguments of `train`.
-        warmup: share of the iterations before anything is pruned.
-        ramp: share of the iterations in which the density falls to the target.
+        warmup: share of the iterations before anything is pruned; None: as by default.
+        ramp: share of those in which the density falls to the target; None: as by default.
         baseline: of convergence: name of the setting that it is compared with.
         curve: of convergence: the line in the picture of loss over bits that it is a point of.
         stretch: of time-to-loss: ratio of its iterations (and schedules) to plain Megatron's.
@@ -79,8 +82,8 @@ class Setting:
     name: str
     label: str
     overrides: tuple[str, ...] = ()
-    warmup: float = WARMUP_SHARE
-    ramp: float = RAMP_SHARE
+    warmup: float | None = WARMUP_SHARE
+    ramp: float | None = RAMP_SHARE
     baseline: str = DENSE
     curve: str | None = None
     stretch: float = STRETCH
@@ -98,11 +101,9 @@ def _preset(name: str, ramp: float) -> Setting:
     return Setting(name, f"preset {name}", (f"preset={name}",), ramp=ramp, curve=_PRESETS)
 
 
-def _with_exact_parameters(
-    name: str, ramp: float = RAMP_SHARE, warmup: float = WARMUP_SHARE
-) -> Setting:
-    overrides = (f"preset={name}", "parameters.method=exact")
-    return Setting(name, f"preset {name}", overrides, warmup, ramp)
+def _with_exact_parameters(name: str) -> Setting:
+    overrides = (f"preset={name}", "parameters.method=exact", _LARGE_BUCKETS)
+    return Setting(name, f"preset {name}", overrides, warmup=None, ramp=None)
 
 
 CONVERGENCE = (
@@ -129,11 +130,7 @@ TIME_TO_LOSS = (
     Setting(PLAIN, "Megatron", ("plugin=false",), stretch=1.0, plain_bits=32 + 16),
     Setting("bf16", "Megatron, gradients in bf16", _BF16, plain_bits=16 + 16),
     Setting("allreduce", "the same, all-reduced", (*_BF16, _REPLICATED), plain_bits=2 * 16),
-    _with_exact_parameters("quantised", warmup=0),
-    _with_exact_parameters("safe"),
-    _with_exact_parameters("balanced", LONG_RAMP_SHARE),
-    _with_exact_parameters("extreme", LONG_RAMP_SHARE),
-    _with_exact_parameters("auto"),
+    *map(_with_exact_parameters, ("quantised", "safe", "balanced", "extreme", "auto")),
 )
 """Trained in bf16; Megatron has no gathers in 8 bits on a CPU."""
 
@@ -151,10 +148,15 @@ def schedule(setting: Setting, iterations: int, lr_warmup: int, seed: int) -> li
         f"training.eval_interval={iterations // VALIDATIONS}",
         f"training.seed={seed}",
         f"compression.seed={seed}",
-        f"compression.warmup_iters={round(iterations * setting.warmup)}",
-        f"compression.ramp_iters={round(iterations * setting.ramp)}",
+        f"compression.warmup_iters={_steps(setting.warmup, iterations)}",
+        f"compression.ramp_iters={_steps(setting.ramp, iterations)}",
         *setting.overrides,
     ]
+
+
+def _steps(share: float | None, iterations: int) -> int | str:
+    """That share of the iterations; `null`, the product's default, without one."""
+    return "null" if share is None else round(share * iterations)
 
 
 def _settings(settings: tuple[Setting, ...], help: str) -> Any:
