@@ -249,7 +249,8 @@ def _begin_for_all(
         answer = _NOTHING_LEFT
         if begun is not None:
             schedule = begun[0].compression
-            answer = json.dumps([schedule.warmup, schedule.ramp, str(begun[1])])
+            # With density=auto the ramp is null until a preset is chosen.
+            answer = json.dumps([schedule.warmup_iters, schedule.ramp_iters, str(begun[1])])
     finally:
         store.set(_ANSWER, answer)
     if begun is None:

@@ -160,6 +160,16 @@ class TestSchedule:
             assert (each[0].compression.warmup_iters, each[0].compression.ramp_iters) == (0, 0)
             assert each[1] == runs / "mine"
 
+    def test_with_density_auto_no_rank_has_a_ramp_before_the_preset_is_chosen(
+        self, runs, monkeypatch
+    ):
+        monkeypatch.setattr(preparation, "preflight", lambda config, **_: VOCAB_SIZE)
+        overrides = (*self.NULL, "preset=auto", "name=new", "cluster.ranks_per_node=2")
+        config = config_of(runs, *overrides, iterations=200)
+        found = [each and each[0].compression for each in agreed(config, config)]
+        assert found[0] == found[1]
+        assert (found[0].warmup_iters, found[0].ramp_iters) == (10, None)
+
 
 class TestFit:
     """What Megatron refuses after the start, with an assertion or with nothing at all."""
