@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -139,14 +140,17 @@ def on_cpu(words: torch.Tensor) -> Copies[torch.Tensor]:
     return found[0]
 
 
-def waiting_for[T](steps: Copies[T]) -> T:
-    """Runs steps to their end, and waits for each copy that they yield; returns their result."""
+def waiting_for[T](steps: Generator[Any, None, T]) -> T:
+    """Runs steps to their end; waits (`finish`) for each copy or operation that they yield.
+
+    Returns their result.
+    """
     while True:
         try:
-            copy = next(steps)
+            awaited = next(steps)
         except StopIteration as end:
             return end.value
-        copy.finish()
+        awaited.finish()
 
 
 @cache

@@ -24,7 +24,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from megatron_sparse.collectives.base import Round, Yielded
+from megatron_sparse.collectives.base import Round, Yielded, without
+from megatron_sparse.cuda_ext.reports import waiting_for
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport import Link, Topology, Transport, Work
 from megatron_sparse.transport.base import Marker
@@ -138,13 +139,7 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
 
 def complete[T](steps: Generator[Yielded, None, T]) -> T:
     """Runs the generator `steps`, waiting for each operation that it yields; returns its result."""
-    while True:
-        try:
-            outcome = next(steps)
-        except StopIteration as end:
-            return end.value
-        if not isinstance(outcome, Marker):  # a marker is no operation to wait for
-            outcome.finish()
+    return waiting_for(without(steps, Marker))  # a marker is no operation to wait for
 
 
 def gather_rows(numbers: Sequence[float], transport: Transport) -> Measuring[torch.Tensor]:
