@@ -55,6 +55,7 @@ from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.memory import held
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.setting_trials import AUTO
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -205,6 +206,14 @@ class Attachment(HostState):
         """Launches the plugin's gather of a group's parameters; None if Megatron's is to run."""
         pending = self.parameters.start(group, self.step, enabled=self.enabled)
         return None if pending is None else Handle(pending, self.parameters.gathered)
+
+    @property
+    def starts_all_gathers(self) -> bool:
+        """Whether the gathers of a chunk start together, with overlap.
+
+        A thread must run them. Experts' gathers would come after those of all other parameters.
+        """
+        return isinstance(self.progress, ProgressThread) and len(self._reducers) == 1
 
     def forget_parameters(self) -> None:
         """Gathers raw next. For all ranks, after writing parameters without `load_state_dict`."""

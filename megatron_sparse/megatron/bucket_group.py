@@ -8,13 +8,14 @@ shards) Megatron waits for no handle, so that method is overridden too. If the g
 sum, Megatron's own collective runs, and is timed.
 
 Its `start_param_sync` starts the plugin's gather of parameters, or Megatron's own, which is timed.
+Its `finish_param_sync` starts the plugin's gathers of the groups that follow, too.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -88,7 +89,7 @@ class TimedHandle:
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Megatron's bucket group with three methods replaced; never constructed, only swapped in.
+    """Megatron's bucket group with four methods replaced; never constructed, only swapped in.
 
     `sparse_attachment`, an `attachment.Attachment`, starts reductions and gathers in place of
     Megatron's collectives, for the buckets in `sparse_group`.
@@ -172,6 +173,23 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         else:
             handle.wait()
         self.param_gather_dispatched = True  # as Megatron's own method does at its end
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Waits for the parameters of this group, in place of Megatron's method of the same name.
+
+        Megatron starts the next group's gather when this one's has arrived. The plugin's gathers
+        all start before the first wait, in Megatron's order, so that no link is idle between two.
+        """
+        starts_all, group = self.sparse_attachment.starts_all_gathers, cast(Any, self)
+        while group is not None and not group.param_gather_dispatched:
+            group.start_param_sync()
+            goes_on = starts_all and isinstance(group.param_gather_handle, Handle)
+            group = group.next_param_gather_bucket_group if goes_on else None
+        following: Any = self.next_param_gather_bucket_group
+        is_ours = isinstance(self.param_gather_handle, Handle)
+        if is_ours and following is not None and following.param_gather_dispatched:
+            skip_next_bucket_dispatch = True  # Megatron would warn of it
+        super().finish_param_sync(skip_next_bucket_dispatch)
 
     def _prepare_buckets(self) -> None:
         """Runs Megatron's `start_grad_sync` with process groups of this rank alone.

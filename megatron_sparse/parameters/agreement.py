@@ -81,7 +81,7 @@ def exchange_announcements(
         WireFormatError: a rank's row is damaged.
     """
     # Small records carry this gather's own tag: the next bucket's announcement may overtake them.
-    small = own.method != RAW and own.nbytes <= SMALL_BYTES
+    small = own.method != RAW and own.nbytes * (transport.world_size - 1) <= SMALL_BYTES
     table = yield from exchange_sizes(own.words(), identity, transport, unordered=small)
     found = [Announcement.of(words) for words in table]
     expected = own.manner

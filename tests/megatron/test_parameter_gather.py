@@ -3,6 +3,7 @@
 Lossy ones train like raw ones, and keep their masters in checkpoints.
 """
 
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -105,6 +106,22 @@ def test_every_rank_holds_megatrons_own_bits_after_each_step(rank, name, steps):
         if record.method == "raw":
             assert record.wire_bytes == record.dense_bytes
         assert record.wire_bytes <= record.dense_bytes + 4096
+
+
+@on_ranks(WORLD_SIZE)
+def test_with_overlap_all_gathers_start_before_the_first_wait(rank):
+    layout, seen = LAYOUTS["bf16_overlapped"], []
+    with parallel_state_of(layout), _running(layout, EXACT) as run, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The next bucket")  # Megatron's
+        attachment, parameters = run.attachment, run.attachment.parameters
+        start, gathered = attachment.start_gather, parameters.gathered
+        run.step()
+        attachment.start_gather = lambda group: seen.append("start") or start(group)
+        parameters.gathered = lambda pending: seen.append("wait") or gathered(pending)
+        run.step()
+        count = len(attachment.groups)
+    assert count > 1
+    assert seen[: 2 * count] == ["start"] * count + ["wait"] * count
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_overlapped"])
