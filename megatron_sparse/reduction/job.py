@@ -4,6 +4,8 @@ A job is a generator. It yields
 
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
 - `GATE`: the job has worked locally until now and will post operations from here on;
+- `INSIDE`: likewise, to the ranks of its node or instance (`level`), and `LOCAL`: it works locally
+  again, until its `GATE`;
 - `POSTED`: the job will post nothing more;
 - `UNORDERED`: the job will post only messages with unique tags, whose order does not matter;
 - `QUEUED` (CUDA only): all of the job's work is on a stream; from here on it only copies reports
@@ -13,17 +15,19 @@ Between two yields it works locally. A stage is a job, or a part of one. `Pendin
 job: one thread launches it and waits for it; a driver (`progress`) steps it, that is, resumes the
 generator. "Host" is the CPU's side, as opposed to the device.
 
-On CUDA a job uses two streams, which all buckets share:
+On CUDA a job uses up to three streams, which all buckets share:
 
     codec     before its gate: average, select, encode
+    inside    from `INSIDE` to `LOCAL`: the sum inside
     network   behind its gate: exchange, decode, and all else
 
 Each stream runs the buckets in the order of their launch. A bucket enters the codec stream after
-what the launching stream has queued; it enters the network stream after its own selection. So
-bucket N + 1 is selected during the exchange of bucket N. On the network stream one bucket follows
-the other, so buffers that are used only there are shared by all buckets (`Exchange.take`). Memory
-allocated on the codec stream and used on the network stream must be passed to `used_here`. That is
-enough for buffers that outlive the step, too: the next launch comes after this `finish_event`.
+what the launching stream has queued, and each other one after its own work before. So bucket N + 1
+is added up inside and selected during the exchange of bucket N. On the network stream one bucket
+follows the other, so buffers that are used only there are shared by all buckets (`Exchange.take`);
+the same holds inside. Memory allocated on the codec stream and used on the network stream must be
+passed to `used_here`. That is enough for buffers that outlive the step, too: the next launch comes
+after this `finish_event`.
 """
 
 from __future__ import annotations
@@ -47,16 +51,18 @@ from megatron_sparse.transport.base import Marker
 
 
 class Gate(Enum):
-    """Yielded by a job before it posts operations. A second `GATE` of the same job does nothing.
+    """Yielded by a job before it posts operations; `LOCAL` before it works locally again.
 
-    Jobs pass the gate in the order of their launch: none passes while an earlier job may still
-    post.
+    Jobs pass `GATE` and `INSIDE` in the order of their launch: none passes while an earlier job may
+    still post.
     """
 
+    INSIDE = "inside"
+    LOCAL = "local"
     GATE = "gate"
 
 
-GATE = Gate.GATE
+INSIDE, LOCAL, GATE = Gate
 
 type Stage[T] = Generator[object, None, T]
 """A job or a part of one: yields works and markers (see the module's docstring), returns T."""
@@ -108,20 +114,20 @@ def _until_queued(steps: Stage[int], *, hides_markers: bool) -> Stage[int | None
 
 
 class BucketStreams:
-    """The codec and the network stream of a process, on CUDA; see the module's docstring."""
+    """The streams of a process, on CUDA, each by the gate that it lies behind."""
 
     def __init__(self, device: torch.device) -> None:
-        self.codec = torch.cuda.Stream(device)
-        self.network = torch.cuda.Stream(device)
+        self.behind = {gate: torch.cuda.Stream(device) for gate in Gate}
 
 
 class JobStream:
-    """The stream of one job: codec before its first gate, network after it; none on a CPU."""
+    """The stream of one job, at first the codec stream; none on a CPU."""
 
     def __init__(self, streams: BucketStreams | None) -> None:
         self._streams = streams
-        self._stream = None if streams is None else streams.codec
-        self._local_work_done: torch.cuda.Event | None = None  # set between `at_gate`, `pass_gate`
+        self._stream = None if streams is None else streams.behind[LOCAL]
+        # Between `at_gate` and `pass_gate`: the end of the work so far, and where it goes on.
+        self._next: tuple[torch.cuda.Event | None, torch.cuda.Stream] | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -137,18 +143,17 @@ class JobStream:
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
-    def at_gate(self) -> None:
-        """Records an event after the job's local work; call it with the job's stream current."""
-        if self._streams is not None and self._stream is self._streams.codec:
-            self._local_work_done = self.recorded_event()
+    def at_gate(self, gate: Gate) -> None:
+        """Records an event after the job's work so far; call it with the job's stream current."""
+        if self._streams is not None:
+            self._next = self.recorded_event(), self._streams.behind[gate]
 
     def pass_gate(self) -> None:
-        """Moves the job from the codec to the network stream, which waits for its local work."""
-        # At a second gate there is no event: the job is on the network stream already.
-        if self._streams is not None and self._local_work_done is not None:
-            self._stream = self._streams.network
-            self._stream.wait_event(self._local_work_done)
-            self._local_work_done = None
+        """Moves the job to the stream behind its last gate, which waits for its work so far."""
+        if self._next is not None:
+            event, self._stream = self._next
+            self._next = None
+            self.wait(event)
 
     def recorded_event(self) -> torch.cuda.Event | None:
         """A new event, recorded after all that the current stream has queued; None on a CPU."""
@@ -341,9 +346,8 @@ class Pending[T]:
         if self.after is not None:
             self._stream.wait(self.after.finish_event)
             self.after = None
-        if self._is_at_gate:
-            self._is_at_gate = False
-            self._stream.pass_gate()
+        self._is_at_gate = False
+        self._stream.pass_gate()
         with self._stream.current():
             if self._work is not None:
                 self._finish_work(self._work)
@@ -385,9 +389,9 @@ class Pending[T]:
 
     def _note_yielded(self, outcome: object, wake: Callable[[], None]) -> None:
         """Stores what the job has yielded: a marker (see the module), or a work to wait for."""
-        if outcome is GATE:
-            self._is_at_gate = True
-            self._stream.at_gate()
+        if isinstance(outcome, Gate):
+            self._is_at_gate = outcome is not LOCAL
+            self._stream.at_gate(outcome)
         elif outcome is QUEUED:
             self._mark_queued()
         elif outcome is POSTED or outcome is UNORDERED:

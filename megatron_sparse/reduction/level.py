@@ -39,8 +39,10 @@ Over gloo steps 1 and 3 send each piece directly to its receiver (`dense_allpair
 reduce-scatter reduces the whole bucket on each rank, and its rings copy more. These sums are in
 rank order and in fp32.
 
-All steps are posted behind the gate (`job.Gate`), so that all ranks post to all groups in one
-order; at these levels the selection comes behind the gate, too.
+All steps are posted behind gates (`job.Gate`), so that all ranks post to all groups in one order.
+On CUDA step 1 has a stream of its own: a reduce-scatter of the next bucket is added up inside, and
+selected from, beside this one's exchange across. (Of an all-reduce step 1 comes after step 3 of the
+bucket before: both are on the inner group's communicator.)
 
 At levels `rank` and `node` the distributed optimizer may have several instances
 (`num_distributed_optimizer_instances` = k > 1), each with the whole optimizer state. A bucket is
@@ -67,7 +69,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import GATE, Stage, one_after_another
+from megatron_sparse.reduction.job import INSIDE, LOCAL, Stage, one_after_another
 from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker, to_everyone
@@ -199,16 +201,23 @@ class _LevelWithParts(Level):
 
     def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:
         """The arguments of a collective over the ranks of this node or instance."""
-        return Exchange(bucket, self._group, self._buffers, record.timer, self._options)
+        options = self._options
+        return Exchange(bucket, self._group, self._buffers, record.timer, options, user="inside")
 
-    def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
-        """On a CPU: raises unless all ranks of the inner group are at the same bucket and step.
-
-        gloo would end the process if ranks reduced buckets of different sizes.
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """See `Level`. On a CPU it raises unless all inner ranks are at the same bucket and step:
+        gloo would end the process if they reduced buckets of different sizes.
         """
+        yield INSIDE
         if self._group.device.type == "cpu":
-            identity = Identity("inside", bucket, str(bucket.grad_N.dtype), step)
+            identity = Identity("inside", bucket, str(bucket.grad_N.dtype), record.step)
             yield from exchange_sizes([], identity, self._group)  # no sizes: the identity alone
+        yield from self._sum_inside(bucket, record)
+        yield LOCAL
+
+    def _sum_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Step 1: writes the inner group's sum to the part's gradient."""
+        raise NotImplementedError
 
     def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
         """Reduce-scatters `region` over the inner group: `shard_M` gets this rank's shard.
@@ -236,10 +245,8 @@ class NodeLevel(_LevelWithParts):
     def _new_part(self, bucket: Bucket) -> Bucket:
         return node_part(bucket, self._group.world_size, self._group.rank)
 
-    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Step 1: writes the node's sum to the part's gradient; see `Level`."""
-        yield GATE
-        yield from self._agree(bucket, record.step)
+    def _sum_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Step 1: writes the node's sum to the part's gradient."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             yield from self._shards_inside(bucket, record)
             return
@@ -260,7 +267,7 @@ class NodeLevel(_LevelWithParts):
         """Step 1 of a reduce-scatter: the part gets the node's sums of its k shards."""
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
-        part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
+        part.grad_N = self._buffers.take_own("node_sum", bucket, part.numel, grad_N.dtype)
         for node in range(self.across.world_size):  # the m adjacent shards of that node's ranks
             first, last = bucket.shard(node * m), bucket.shard(node * m + m - 1)
             region = self._region(bucket, grad_N[first.start : last.stop])
@@ -326,10 +333,8 @@ class InstanceLevel(_LevelWithParts):
     def _new_part(self, bucket: Bucket) -> Bucket:
         return instance_part(bucket, self._group.rank)
 
-    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Step 1: writes the instance's sum of this rank's shard to the part; see `Level`."""
-        yield GATE
-        yield from self._agree(bucket, record.step)
+    def _sum_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Step 1: writes the instance's sum of this rank's shard to the part."""
         part = self.part(bucket)
         part.grad_N = bucket.grad_N[bucket.shard(self._group.rank)]
         yield from self._scatter(part.grad_N, bucket, record)

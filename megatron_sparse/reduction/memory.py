@@ -45,7 +45,8 @@ ITEMS = {
         "scheme=direct: one shard of each peer's message, not all of it",
     ),
     "sums": Item(
-        "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time",
+        "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time; the "
+        "node's sum, for two",
         "training.use_distributed_optimizer=true: a rank gets its own shard only",
     ),
     "workspace": Item(

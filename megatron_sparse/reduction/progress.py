@@ -3,7 +3,7 @@
 The backend matches operations by their order, but jobs become ready in any order. One rule holds: a
 job (`job`) passes its gate only when all jobs launched before it have yielded `POSTED` or
 `UNORDERED`. So while one bucket is on the wire, the next one is selected and the previous one is
-decoded. On CUDA the two streams of `job` do the same on the device.
+decoded. On CUDA the streams of `job` do the same on the device.
 
 - `ProgressThread` is one thread for each process, which runs beside the backward pass.
 - `InOrderProgress` drives each job in the thread that launches it, for GPUs with one hardware

@@ -29,7 +29,8 @@ Optional features, made once with the reducer:
 - `StragglerPolicy` decides which rank to skip, that is, not to wait for. It may replace a plan's
   scheme by a variant that can skip one. With `straggler.mode=off` it does nothing.
 - `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
-  their gradients first, behind the gate; selection and exchange get this rank's part of that sum.
+  their gradients first, behind a gate of its own; selection and exchange get this rank's part of
+  that sum.
 - `sum_over_instances`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, then this sums the shards of all instances, dense.
 - `GradientDumpWriter` writes gradients and selections to disk (`tracking.record_gradients_iters`).
@@ -289,7 +290,7 @@ class GradientReducer:
         yield from self._level.inside(job.whole, job.record)
         self._dump_gradient(job)
         selected = self._select(job)
-        yield GATE  # at a level above `rank` already passed in `inside`
+        yield GATE
         # On CUDA: allocated on the codec stream, and from here on used on the network stream.
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)

@@ -50,12 +50,12 @@ class Event:
 
 
 class Stream:
-    """A stream; the first two that are made are those of `BucketStreams`."""
+    """A stream; the first three that are made are those of `BucketStreams`."""
 
     cuda: FakeCuda
 
     def __init__(self, device: torch.device | None = None, name: str = "") -> None:
-        self.name = name or ("codec", "network")[self.cuda.made]
+        self.name = name or ("inside", "codec", "network")[self.cuda.made]
         self.cuda.made += not name
         self.records = 0
 

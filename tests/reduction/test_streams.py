@@ -12,7 +12,7 @@ from megatron_sparse.collectives import POSTED, QUEUED
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
+from megatron_sparse.reduction.job import GATE, INSIDE, LOCAL, Pending, Stage, used_here
 from megatron_sparse.reduction.progress import (
     QUEUES,
     InOrderProgress,
@@ -78,6 +78,28 @@ def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda, progress: Pro
     assert cuda.precedes("codec: select a", "codec: select b")
     first.wait()
     second.wait()
+
+
+@drivers
+def test_above_level_rank_a_bucket_is_added_up_and_selected_beside_the_exchange_of_the_last(
+    cuda: FakeCuda, progress: Progress
+) -> None:
+    def above_rank(name: str) -> Stage[None]:
+        cuda.note(f"average {name}")
+        yield INSIDE
+        yield StreamWork(lambda: cuda.note(f"sum {name}"))
+        yield LOCAL
+        yield from bucket(cuda, name)
+
+    pending = [submit(progress, name, above_rank(name)) for name in "ab"]
+    for each in pending:
+        each.wait()
+    for name in "ab":
+        steps = ["codec: average", "inside: sum", "codec: select", "network: post"]
+        cuda.assert_order([f"{step} {name}" for step in steps])
+    for step in ("inside: sum b", "codec: select b"):
+        assert not cuda.precedes("network: post a", step)
+    assert cuda.precedes("network: decode a", "network: post b")
 
 
 @drivers
