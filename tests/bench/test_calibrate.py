@@ -3,8 +3,6 @@
 import time
 import weakref
 from functools import partial
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -51,13 +49,6 @@ def about(link: Link):
         pytest.approx(link.alpha_s, rel=0.05),  # type: ignore[arg-type]
         pytest.approx(link.beta_s, rel=0.05),  # type: ignore[arg-type]
     )
-
-
-def test_the_recorded_command_places_ranks_on_the_test_bed(monkeypatch):
-    monkeypatch.setenv("NETBED_MBIT", "200")
-    rank = SimpleNamespace(world_size=4, nodes={0, 2}, _cases=CalibrationOptions())
-    command = CalibrationRank._comment(cast("CalibrationRank", rank)).splitlines()[0]
-    assert " --ranks=4 --netbed --mbit=200 --ranks-per-node=2 " in command
 
 
 class TestLinks:

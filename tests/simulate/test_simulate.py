@@ -224,13 +224,6 @@ def test_instances_have_a_level_that_compresses_their_sum_alone():
     assert rank.dense_ms > rows_of((8,))["safe", 8, "rank"].dense_ms
 
 
-def test_sums_of_a_row():
-    for row in rows_of((16,)).values():
-        assert row.gradient_ms == pytest.approx(row.inside_ms + row.across_ms)
-        assert row.total_ms == pytest.approx(row.gradient_ms + row.parameters_ms)
-        assert row.speedup == pytest.approx(row.dense_ms / row.total_ms)
-
-
 def test_on_one_node_every_level_is_dense():
     for row in rows_of((4,)).values():
         assert (row.scheme, row.parameters, row.speedup) == ("dense", "raw", pytest.approx(1.0))
