@@ -1,6 +1,6 @@
 """The functions and classes of Megatron that the plugin hooks, and whether this Megatron has them.
 
-Also the versions of Megatron that the tests run on. Of the symbols, `attach` needs the first three
+Also the versions of Megatron that the tests run on. Of the symbols, `attach` needs the first four
 (megatron-core 0.16.1 and later); `install` needs all (the training loop ships with megatron-core
 0.19 and later).
 """
@@ -42,6 +42,7 @@ _SYMBOLS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("attach", _BUCKETS, f"{_GROUP}.start_grad_sync", ("self", "force_all_reduce")),
     ("attach", _BUCKETS, f"{_GROUP}.finish_grad_sync", ("self",)),
     ("attach", _BUCKETS, f"{_GROUP}.start_param_sync", ("self", "force_sync")),
+    ("attach", _BUCKETS, f"{_GROUP}.finish_param_sync", ("self", "skip_next_bucket_dispatch")),
     ("install", "megatron.training.models.gpt", "GPTModelConfig", ("post_wrap_hooks",)),
     ("install", _TRAINING, "setup_model_and_optimizer", ()),
     ("install", _TRAINING, "get_megatron_optimizer", ()),

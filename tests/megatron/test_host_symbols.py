@@ -17,7 +17,7 @@ from tests.megatron.test_versions import OLDEST
 
 def test_the_installed_megatron_has_every_host_symbol():
     found = host_symbols.find_host_symbols()
-    assert len(found) == 9
+    assert len(found) == 10
     assert [symbol for symbol in found if symbol.problem is not None] == []
     host_symbols.require_host_symbols("attach")
     host_symbols.require_host_symbols("install")
