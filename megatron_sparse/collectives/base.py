@@ -94,7 +94,7 @@ class Exchange:
             a reduce-scatter only.
         is_agreed: ranks have agreed about this bucket since compression was switched off, so
             `dense` skips the agreement.
-        user: of the buffers that buckets share on CUDA: one for each stream.
+        stream: on CUDA, where its stages run; buckets share the buffers of each stream.
     """
 
     bucket: Bucket
@@ -105,7 +105,7 @@ class Exchange:
     straggler: int | None = None
     averages: bool = False
     is_agreed: bool = False
-    user: str = "network"
+    stream: str = "network"
 
     @property
     def scatters(self) -> bool:
@@ -115,13 +115,13 @@ class Exchange:
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A buffer for the job's network and decoding stages, valid until the bucket's job ends.
 
-        On CUDA all buckets share one buffer for each purpose and `user`, because its stages run on
-        one stream, bucket after bucket (`reduction.job`). On a CPU, and with a straggler to skip,
-        each bucket has its own buffer, because several buckets are in flight at once.
+        On CUDA all buckets share one buffer for each purpose and `stream`, which runs bucket after
+        bucket (`reduction.job`). On a CPU, and with a straggler to skip, each bucket has its own
+        buffer, because several buckets are in flight at once.
         """
         device = self.bucket.grad_N.device
         shared = device.type == "cuda" and self.straggler is None
-        name = f"{purpose}:{self.user if shared else self.bucket.name}"
+        name = f"{purpose}:{self.stream if shared else self.bucket.name}"
         return self.buffers.take(name, numel, device, dtype)
 
 

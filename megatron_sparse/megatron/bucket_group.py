@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -180,7 +180,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         Megatron starts the next group's gather when this one's has arrived. The plugin's gathers
         all start before the first wait, in Megatron's order, so that no link is idle between two.
         """
-        starts_all, group = self.sparse_attachment.starts_all_gathers, cast(Any, self)
+        starts_all = self.sparse_attachment.starts_all_gathers
+        group: Any = self
         while group is not None and not group.param_gather_dispatched:
             group.start_param_sync()
             goes_on = starts_all and isinstance(group.param_gather_handle, Handle)

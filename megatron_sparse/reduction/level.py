@@ -202,7 +202,7 @@ class _LevelWithParts(Level):
     def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:
         """The arguments of a collective over the ranks of this node or instance."""
         options = self._options
-        return Exchange(bucket, self._group, self._buffers, record.timer, options, user="inside")
+        return Exchange(bucket, self._group, self._buffers, record.timer, options, stream="inside")
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`. On a CPU it raises unless all inner ranks are at the same bucket and step:

@@ -46,7 +46,7 @@ ITEMS = {
     ),
     "sums": Item(
         "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time; the "
-        "node's sum, for two",
+        "node's sum for two",
         "training.use_distributed_optimizer=true: a rank gets its own shard only",
     ),
     "workspace": Item(
