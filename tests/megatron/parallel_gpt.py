@@ -24,6 +24,9 @@ LOSS_SCALE = 2.0**18
 are skipped."""
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
+GATHERED = SHARDED | OVERLAP | {"overlap_param_gather": True}
+AVERAGE = {"average_in_collective": True}
+IN_FP32 = {"grad_reduce_in_fp32": True}
 """Settings for `Layout.ddp`."""
 
 

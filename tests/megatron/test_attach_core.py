@@ -11,7 +11,7 @@ from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, SelectionError
 from megatron_sparse.transport import groups
-from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout
+from tests.megatron.parallel_gpt import AVERAGE, OVERLAP, SHARDED, Layout
 from tests.megatron.train_ranks import (
     AT_TARGET,
     SPARSE,
@@ -25,7 +25,6 @@ from tests.straggler.settings import section_for
 
 STEPS = 5
 WHOLE = AT_TARGET | {"density": 1.0}
-AVERAGE = {"average_in_collective": True}
 LAYOUTS = [Layout(ddp=ddp) for ddp in ({}, SHARDED, OVERLAP, SHARDED | OVERLAP)]
 
 

@@ -13,7 +13,7 @@ from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron import checkpoint
 from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, Saved, part_of_sum
 from tests.megatron.checkpoint_cases import loaded, save
-from tests.megatron.parallel_gpt import OVERLAP, Layout
+from tests.megatron.parallel_gpt import IN_FP32, OVERLAP, Layout
 from tests.megatron.train_ranks import (
     SPARSE,
     equal,
@@ -220,7 +220,7 @@ def test_with_compression_switched_off_the_residual_goes_with_the_next_step(rank
         assert not any(view.any() for view in run.residuals().values())
 
 
-BF16 = Layout(precision="bf16", ddp={"grad_reduce_in_fp32": True})
+BF16 = Layout(precision="bf16", ddp=IN_FP32)
 FP16 = replace(BF16, precision="fp16", optimizing={"initial_loss_scale": 2.0**10})
 
 

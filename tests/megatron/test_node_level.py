@@ -13,17 +13,14 @@ import pytest
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron import test_parallel
 from tests.megatron.checkpoint_cases import loaded, save
-from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
+from tests.megatron.parallel_gpt import GATHERED, OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, report
 from tests.megatron.train_ranks import equal, of_all_ranks, on_ranks, running
 
 LAYOUTS = {
     "all_reduce": (Layout(ddp=OVERLAP), "node"),
     "overlap": (Layout(microbatches=2, ddp=SHARDED | OVERLAP), "node"),
-    "param_gather": (
-        Layout(precision="bf16", ddp=SHARDED | OVERLAP | {"overlap_param_gather": True}),
-        "auto",
-    ),
+    "param_gather": (Layout(precision="bf16", ddp=GATHERED), "auto"),
     "fp16": (Layout(precision="fp16", ddp=SHARDED | OVERLAP), "node"),
     "instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "instance"),
     **{

@@ -10,6 +10,9 @@ import torch
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from tests.megatron import train_ranks as harness
 from tests.megatron.parallel_gpt import (
+    AVERAGE,
+    GATHERED,
+    IN_FP32,
     OVERLAP,
     PRUNED_FROM,
     SHARDED,
@@ -52,11 +55,11 @@ LAYOUTS = {
     "microbatches": Layout(microbatches=3, ddp=OVERLAP),
     "all_reduce": Layout(),
     "reduce_scatter": Layout(ddp=SHARDED),
-    "param_gather": Layout(ddp=SHARDED | OVERLAP | {"overlap_param_gather": True}),
-    "average": Layout(ddp=SHARDED | OVERLAP | {"average_in_collective": True}),
-    "expert_average": Layout(expert=2, experts=4, ddp={"average_in_collective": True}),
+    "param_gather": Layout(ddp=GATHERED),
+    "average": Layout(ddp=SHARDED | OVERLAP | AVERAGE),
+    "expert_average": Layout(expert=2, experts=4, ddp=AVERAGE),
     "bf16": Layout(precision="bf16", ddp=OVERLAP),
-    "bf16_in_fp32": Layout(precision="bf16", ddp=OVERLAP | {"grad_reduce_in_fp32": True}),
+    "bf16_in_fp32": Layout(precision="bf16", ddp=OVERLAP | IN_FP32),
     "extra_main_grads": Layout(
         precision="bf16",
         microbatches=3,
@@ -69,18 +72,12 @@ LAYOUTS = {
     "instances_overlapped": Layout(
         instances=2, precision="bf16", microbatches=2, ddp=SHARDED | OVERLAP
     ),
-    "instances_average": Layout(
-        instances=2, ddp=SHARDED | OVERLAP | {"average_in_collective": True}
-    ),
+    "instances_average": Layout(instances=2, ddp=SHARDED | OVERLAP | AVERAGE),
     "hybrid": Layout(hybrid=True, tensor=2, ddp=SHARDED | OVERLAP),
     "hybrid_pipeline": Layout(hybrid=True, pipeline=2, microbatches=2, ddp=OVERLAP),
     "muon": Layout(optimizer="muon", ddp=OVERLAP),
     "muon_layer_wise": Layout(
-        optimizer="muon",
-        layer_wise=True,
-        precision="bf16",
-        microbatches=2,
-        ddp=SHARDED | OVERLAP | {"overlap_param_gather": True},
+        optimizer="muon", layer_wise=True, precision="bf16", microbatches=2, ddp=GATHERED
     ),
     "muon_layer_wise_all_reduce": Layout(
         optimizer="muon", layer_wise=True, precision="bf16", ddp=OVERLAP
@@ -96,17 +93,7 @@ FROZEN = Layout(
     microbatches=2,
     precision="bf16",
     trained="embedding",
-    ddp=dict.fromkeys(
-        (
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "average_in_collective",
-            "grad_reduce_in_fp32",
-            "check_for_nan_in_grad",
-        ),
-        True,
-    ),
+    ddp=GATHERED | AVERAGE | IN_FP32 | {"check_for_nan_in_grad": True},
 )
 """One chunk of four is trained, under the DDP settings of Megatron-Bridge's recipes."""
 

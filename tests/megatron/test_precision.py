@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.transport.membership import NODE_VARIABLE
-from tests.megatron.parallel_gpt import SHARDED, Layout
+from tests.megatron.parallel_gpt import IN_FP32, SHARDED, Layout
 from tests.megatron.train_ranks import SPARSE, equal, on_ranks, running
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
-IN_FP32 = {"grad_reduce_in_fp32": True}
 SCALE = {"initial_loss_scale": 2.0**10}
 
 
