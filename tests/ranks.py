@@ -278,12 +278,3 @@ def _body_of_test(
     if before is not None:
         before()
     test.__wrapped__(rank, **given)
-
-
-def error_text(call: Callable[[], Any], kind: type[Exception]) -> str:
-    """The text of the error of this kind that a call raises; `no error` if it raises none."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "no error"

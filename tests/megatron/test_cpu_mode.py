@@ -15,14 +15,16 @@ import torch
 
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
+from tests import ranks
 from tests.megatron.parallel_gpt import SHARDED, Layout, ParallelGPT
 from tests.megatron.train_ranks import equal, on_ranks
-from tests.ranks import error_text, run_ranks
 
 STEPS = 3
 
 
-def _cuda_calls(rank, world_size):
+@ranks.on_ranks(1)
+def test_cuda_calls_are_answered_by_the_cpu(rank):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cpu_mode.enable()
     cpu_mode.enable()  # idempotent
     assert not torch.cuda.is_available()
@@ -58,38 +60,29 @@ def _cuda_calls(rank, world_size):
     assert torch.equal(first, torch.rand(3)), "the CPU generator stands in for the GPU one"
 
 
-def _too_late(rank, world_size):
-    import megatron.core  # noqa: F401
-
-    return error_text(cpu_mode.enable, HostError)
-
-
-def test_cuda_calls_are_answered_by_the_cpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run_ranks(_cuda_calls, 1)
-
-
 def _start_with(policy):
     """A rank inherits the policy of the process that tests, which may be batch work itself."""
     os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
-def _policies(rank, world_size):
-    """What the CPU mode makes of rank 0's policy, the default one, and of rank 1's."""
-    _start_with((os.SCHED_OTHER, os.SCHED_IDLE)[rank])
-    cpu_mode.enable()
-    with ThreadPoolExecutor(1) as later:
-        return os.sched_getscheduler(0), later.submit(os.sched_getscheduler, 0).result()
-
-
-def test_ranks_are_batch_work_unless_they_have_a_policy():
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)],
+    ids=["the default", "another"],
+)
+@ranks.on_ranks(1)
+def test_ranks_are_batch_work_unless_they_have_a_policy(rank, given, expected):
     """So no rank takes a core from the one whose message has woken it."""
-    chosen, kept = run_ranks(_policies, 2)
-    assert chosen == (os.SCHED_BATCH, os.SCHED_BATCH), "threads that start later inherit it"
-    assert kept == (os.SCHED_IDLE, os.SCHED_IDLE)
+    _start_with(given)
+    cpu_mode.enable()
+    assert os.sched_getscheduler(0) == expected
+    with ThreadPoolExecutor(1) as later:
+        inherited = later.submit(os.sched_getscheduler, 0).result()
+    assert inherited == expected, "threads that start later inherit it"
 
 
-def _without_policies(rank, world_size):
+@ranks.on_ranks(1)
+def test_a_sandbox_without_policies_costs_time_only(rank):
     def refuse(*arguments):
         raise OSError("Invalid argument")
 
@@ -99,32 +92,28 @@ def _without_policies(rank, world_size):
     logger.addFilter(lambda record: logged.append(record.getMessage()))
     with mock.patch.object(os, "sched_setscheduler", refuse):
         cpu_mode.enable()
-    return torch.zeros(2).cuda().device.type, logged
+    assert torch.zeros(2).cuda().device.type == "cpu"
+    (said,) = logged
+    assert "Invalid argument" in said
+    assert "train more slowly" in said
 
 
-def test_a_sandbox_without_policies_costs_time_only():
-    ((device, (logged,)),) = run_ranks(_without_policies, 1)
-    assert device == "cpu"
-    assert "Invalid argument" in logged
-    assert "train more slowly" in logged
-
-
-def _ways_of_adam(rank, world_size):
-    """How Adam and AdamW run their update, by default and as they are told."""
+@ranks.on_ranks(1)
+def test_adam_is_fused_unless_it_is_told_otherwise(rank):
     cpu_mode.enable()
     ways = ({}, {"foreach": True}, {"differentiable": True}, {"fused": False})
-    optimizers = (torch.optim.Adam, torch.optim.AdamW)
-    return [[kind([torch.ones(1)], **way).defaults["fused"] for way in ways] for kind in optimizers]
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        found = [kind([torch.ones(1)], **way).defaults["fused"] for way in ways]
+        assert found == [True, False, False, False]
 
 
-def test_adam_is_fused_unless_it_is_told_otherwise():
-    assert run_ranks(_ways_of_adam, 1) == [[[True, False, False, False]] * 2]
+@ranks.on_ranks(1)
+def test_it_has_to_come_before_megatron(rank):
+    import megatron.core  # noqa: F401
 
-
-def test_it_has_to_come_before_megatron():
-    (said,) = run_ranks(_too_late, 1)
-    assert "CPU mode was enabled too late" in said
-    assert "before anything imports megatron" in said
+    with pytest.raises(HostError, match="CPU mode was enabled too late") as caught:
+        cpu_mode.enable()
+    assert "before anything imports megatron" in str(caught.value)
 
 
 def test_training_needs_the_mode_first():
