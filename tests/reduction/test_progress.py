@@ -57,6 +57,11 @@ def submit(progress, name, job, timer=None):
     return progress.submit(Pending(name, job, timer or StageTimer()))
 
 
+def fails(pending, words):
+    with pytest.raises(CommunicationError, match=words):
+        pending.wait()
+
+
 def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
     log = []
     first, second = [ManualWork(), ManualWork()], [ManualWork()]
@@ -129,13 +134,9 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
     failing = submit(progress, "a", _job("a", log, [work]))
     waiting = submit(progress, "b", _job("b", log, [ManualWork()]))
     work.event.set()
-    with pytest.raises(CommunicationError, match="bucket a: peer gone"):
-        failing.wait()
-    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
-        waiting.wait()
-    late = submit(progress, "c", _job("c", log, []))
-    with pytest.raises(CommunicationError, match="bucket c was not synchronised"):
-        late.wait()
+    fails(failing, "bucket a: peer gone")
+    fails(waiting, "bucket b was not synchronised")
+    fails(submit(progress, "c", _job("c", log, [])), "bucket c was not synchronised")
     assert "c select" not in log
 
 
@@ -153,8 +154,7 @@ def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch
     monkeypatch.setattr("megatron_sparse.reduction.job.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
     pending = submit(progress, "a", _job("a", [], [ManualWork()]))
-    with pytest.raises(CommunicationError, match="out of time"):
-        pending.wait()
+    fails(pending, "out of time")
     progress.close()
 
 
@@ -178,10 +178,8 @@ def test_close_does_not_wait_for_peers_that_never_come():
     progress.close()
     assert time.monotonic() - start_s < DEADLINE_S
     assert progress.broken, "the group has operations under way and must not be used again"
-    with pytest.raises(CommunicationError, match="bucket a: the reducer was closed while"):
-        posted.wait()
-    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
-        queued.wait()
+    fails(posted, "bucket a: the reducer was closed while")
+    fails(queued, "bucket b was not synchronised")
 
 
 def test_close_ends_the_thread_after_pending_jobs():
@@ -190,6 +188,4 @@ def test_close_ends_the_thread_after_pending_jobs():
     submit(progress, "a", _job("a", log, [ManualWork(ended=True)]))
     progress.close()
     assert log[-1] == "a decode"
-    late = submit(progress, "b", _job("b", log, []))
-    with pytest.raises(CommunicationError, match="closed reducer"):
-        late.wait()
+    fails(submit(progress, "b", _job("b", log, [])), "closed reducer")

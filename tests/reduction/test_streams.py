@@ -22,7 +22,7 @@ from megatron_sparse.reduction.progress import (
 )
 from megatron_sparse.reduction.reducer import MessageTurns
 from tests.reduction.fake_cuda import DEVICE, Driver, Event, FakeCuda, StreamWork, drivers
-from tests.reduction.test_progress import ManualWork, submit
+from tests.reduction.test_progress import ManualWork, fails, submit
 
 
 @pytest.fixture
@@ -178,8 +178,7 @@ def test_an_error_in_a_report_surfaces_when_it_is_read_and_stops_what_follows(
     with pytest.raises(WireFormatError, match="bucket a: a bad record"):
         pending.confirm()
     assert progress.broken
-    with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
-        submit(progress, "b", bucket(cuda, "b")).wait()
+    fails(submit(progress, "b", bucket(cuda, "b")), "bucket b was not synchronised")
 
 
 def test_the_launching_thread_launches_all_device_work_in_order(
@@ -214,8 +213,7 @@ def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda, progress:
         with pytest.raises(CommunicationError, match="bucket a: rank 1 is gone"):
             wait()
     progress.close()
-    with pytest.raises(CommunicationError, match="an earlier failure"):
-        submit(progress, "b", bucket(cuda, "b")).wait()
+    fails(submit(progress, "b", bucket(cuda, "b")), "an earlier failure")
 
 
 def test_closing_beside_work_that_never_ends_breaks_the_group(
