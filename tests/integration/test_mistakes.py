@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ class Mistake:
         typed: the command without the program's name.
         says: what the message contains, besides `expected:` and `got:`.
         lacks: a package that is not installed.
-        ranks: variables that a launcher sets; `BUSY` as a port is one that is in use.
-        note: what else is needed to see it.
+        ranks: how many a launcher has started.
+        port_is_taken: the launcher's, by another program.
     """
 
     def __init__(
@@ -33,14 +32,15 @@ class Mistake:
         typed: str,
         *says: str,
         lacks: str = "",
-        ranks: Mapping[str, str] | None = None,
-        note: str = "",
+        ranks: int = 0,
+        port_is_taken: bool = False,
     ) -> None:
-        self.typed, self.says, self.lacks, self.ranks = typed, says, lacks, ranks or {}
-        self.note = note or (f"{lacks} is not installed" if lacks else "")
+        self.typed, self.says, self.lacks = typed, says, lacks
+        self.ranks, self.port_is_taken = ranks, port_is_taken
 
     def __str__(self) -> str:
-        return self.typed + (f" ({self.note})" if self.note else "")
+        note = f"{self.lacks} is not installed" if self.lacks else f"{self.ranks} ranks"
+        return self.typed + (f" ({note})" if self.lacks or self.ranks else "")
 
 
 def train(words: str, *says: str, **more: Any) -> Mistake:
@@ -53,11 +53,7 @@ MISTAKES = (
     Mistake("train model=gpt3", "gpt2_xl"),
     Mistake("train preset=balancd", "did you mean balanced?"),
     Mistake("train --config-name nope", "no configuration file 'nope'", "--config-dir"),
-    Mistake(
-        "train --multirun data=mock scheme=dense,direct",
-        "cannot start a sweep",
-        ranks={"RANK": "0", "WORLD_SIZE": "2"},
-    ),
+    Mistake("train --multirun data=mock scheme=dense,direct", "cannot start a sweep", ranks=2),
     train("model.layers=4", "did you mean model.num_layers?"),
     train("micro_batch_size=4", "did you mean training.micro_batch_size?"),
     train("lr_warmup=10", "did you mean training.lr_warmup_iters?"),
@@ -155,23 +151,8 @@ MISTAKES = (
     # Where the ranks run.
     train("cluster.nodes=2", "put srun before the command"),
     train("cluster.device=cuda cluster.ranks_per_node=512", "512"),
-    Mistake(
-        "train data=mock",
-        "4 ranks were started",
-        ranks={"RANK": "0", "WORLD_SIZE": "4"},
-        note="under torchrun --nproc-per-node 4",
-    ),
-    train(
-        "cluster.ranks_per_node=1",
-        "MASTER_PORT",
-        ranks={
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "BUSY",
-        },
-        note="under srun, on a port that is in use",
-    ),
+    Mistake("train data=mock", "4 ranks were started", ranks=4),
+    train("cluster.ranks_per_node=1", "MASTER_PORT", ranks=1, port_is_taken=True),
     Mistake("calibrate --ranks 1", "one rank has no links", "2"),
     Mistake("calibrate --timeout 0", "--timeout"),
     Mistake("calibrate --netbed", "--netbed"),
@@ -211,12 +192,7 @@ MISTAKES = (
     Mistake("bench collectives --delay-ms=-1", "0 or more"),
     Mistake("bench collectives --delay-ms=2000 --timeout=1", "less than --timeout"),
     Mistake("bench gather --virtual --ranks=1", "2 or more"),
-    Mistake(
-        "bench collectives --ranks=3",
-        "--ranks",
-        ranks={"RANK": "0", "WORLD_SIZE": "2"},
-        note="of two",
-    ),
+    Mistake("bench collectives --ranks=3", "--ranks", ranks=2),
     # Benches that train.
     Mistake("bench training --scheme=telepathy", "plain"),
     Mistake("bench training training.lr=0", "training.lr"),
@@ -301,8 +277,11 @@ def test_a_mistake_is_one_error_and_costs_nothing(mistake, folder, monkeypatch, 
     monkeypatch.chdir(folder)
     for name in (*LAUNCHER, *(name for name in os.environ if name.startswith("SLURM_"))):
         monkeypatch.delenv(name, raising=False)
-    for name, value in mistake.ranks.items():
-        monkeypatch.setenv(name, busy_port if value == "BUSY" else value)
+    launched = {"RANK": "0", "WORLD_SIZE": str(mistake.ranks)} if mistake.ranks else {}
+    if mistake.port_is_taken:
+        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": busy_port}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     if mistake.lacks:  # hidden, whether or not it was imported
         hidden = [name for name in sys.modules if name.startswith(f"{mistake.lacks}.")]
         for name in (mistake.lacks, *hidden):
