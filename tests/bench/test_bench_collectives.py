@@ -64,11 +64,6 @@ def break_scheme(monkeypatch, name: str, change) -> None:
     monkeypatch.setitem(SCHEMES, name, dataclasses.replace(SCHEMES[name], run=broken))
 
 
-def add_one(grad_N) -> None:
-    """For `break_scheme`: one element is off by one."""
-    grad_N[3] += 1
-
-
 class TestVirtual:
     """All ranks in one process, on a modelled network."""
 
@@ -125,7 +120,7 @@ class TestVirtual:
         assert times_us["straggler_direct", 5.0] < times_us["straggler_direct", 0.0]
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
-        break_scheme(monkeypatch, "direct", add_one)
+        break_scheme(monkeypatch, "direct", lambda grad_N: grad_N[3].add_(1))
         good, bad = run_virtual(4, schemes=["agsparse", "direct"])
         assert (good["wrong"], bad["wrong"]) == (0, 2 * 4)  # an element a step on each rank
         assert bad["time_us"] is None

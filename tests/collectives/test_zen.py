@@ -94,19 +94,13 @@ def test_entries_are_what_the_message_holds():
     assert torch.equal(values.view(torch.int16), bucket.grad_N[indices].view(torch.int16))
 
 
-def _start(grad_N):
-    """The first step of the collective, on a bucket whose message is never read."""
-    bucket = Bucket(
-        "7", grad_N, [ParameterSlice("w", 0, grad_N.numel())], CollectiveOp.ALL_REDUCE, 1
-    )
-    exchange = Exchange(bucket, None, MessageBuffers(), StageTimer(), OPTIONS)  # type: ignore
-    next(SCHEMES["zen"].run(exchange, None))
-
-
 def test_a_bucket_that_is_too_large_is_refused_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(zen, "MAX_SEGMENT_NUMEL", 9)
+    pieces = [ParameterSlice("w", 0, 10)]
+    bucket = Bucket("7", torch.zeros(10), pieces, CollectiveOp.ALL_REDUCE, 1)
+    exchange = Exchange(bucket, None, MessageBuffers(), StageTimer(), OPTIONS)  # type: ignore
     with pytest.raises(ConfigError, match="bucket 7 is too large for"):
-        _start(torch.zeros(10))
+        next(SCHEMES["zen"].run(exchange, None))
 
 
 # -- OmniReduce: only non-zero blocks travel

@@ -11,6 +11,7 @@ import pytest
 from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import build, ptxas, sources, toolchain
 from megatron_sparse.errors import DependencyError, ExtensionError
+from tests.commands import stand_in
 from tests.cuda_ext.test_cuda_codecs import needs_nvcc
 from tests.programs import ended, with_variables
 
@@ -52,10 +53,7 @@ class TestWhatIsCompiledFirst:
         assert cuda_ext.compiles_first("cpu").startswith("the native library (cpu) is compiled")
 
     def test_without_nvcc(self, nothing_built, monkeypatch):
-        def missing():
-            raise DependencyError("no nvcc", expected="nvcc", got="none")
-
-        monkeypatch.setattr(toolchain, "find_cuda", missing)
+        monkeypatch.setattr(toolchain, "find_cuda", _no_cuda)
         assert "(cpu)" in cuda_ext.compiles_first("cpu", "cuda")
 
     def test_without_a_compiler(self, monkeypatch, no_compiler):
@@ -225,9 +223,7 @@ except RuntimeError as error:
 def test_numbers_in_errors_survive_a_libstdcxx_inside_the_library(tmp_path):
     if not Path(ended(["g++", "-print-file-name=libstdc++.a"], None).stdout.strip()).is_file():
         pytest.skip("g++ has no static libstdc++")
-    compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
-    compiler.chmod(0o755)
+    compiler = stand_in(tmp_path / "g++", 'exec g++ -static-libstdc++ "$@"')
     built = command("--cuda", "off", "--out", tmp_path, CXX=str(compiler))
     assert built.returncode == 0, built.stderr
     library = sources.library_path("cpu", tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from megatron_sparse.doctor import checks as doctor
 from megatron_sparse.doctor.checks import Check
 from megatron_sparse.megatron.host_symbols import NEWEST_TESTED, UPGRADE, HostSymbol
+from tests.commands import stand_in
 
 
 def looked(look: object) -> dict[str, Check]:
@@ -237,10 +238,7 @@ def test_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nvcc_of_cuda_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\nprintf 'nvcc: NVIDIA\\nBuild cuda_99.1\\n'\n")
-    nvcc.chmod(0o755)
+    nvcc = stand_in(tmp_path / "bin" / "nvcc", "printf 'nvcc: NVIDIA\\nBuild cuda_99.1\\n'")
     for name in ("include/cuda_runtime.h", "lib64/libcudart_static.a"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()

@@ -310,12 +310,9 @@ class TestMistakes:
 
     @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="drops root")
     def test_without_root(self):
-        def drop() -> None:
-            os.setuid(65534)
-
         # Read by root, for the checkout may be closed to others.
         words = ["bash", "-s", "--", "--", "true"]
-        run = ended(words, cwd="/", input=NETBED.read_text(), preexec_fn=drop)
+        run = ended(words, cwd="/", input=NETBED.read_text(), user=65534)
         assert run.returncode == 2
         assert "expected: root" in run.stderr
 

@@ -64,11 +64,6 @@ class Bare:
         """Puts a shell script on PATH that stands for a Python."""
         return stand_in(self.bin / name, text)
 
-    def pretending(self, claim: str) -> Path:
-        """A real Python that believes something else about itself."""
-        code = f'shift\ncode=$1\nshift\nexec {BASE_PYTHON} -c "import sys\n{claim}\n$code" "$@"'
-        return self.python("python3", code)
-
 
 @pytest.fixture
 def bare(checkout: Path) -> Bare:
@@ -124,7 +119,9 @@ def test_no_usable_python_is_one_message(bare: Bare) -> None:
     ],
 )
 def test_an_unfit_python_is_found_by_running_it(bare: Bare, claim: str, said: str) -> None:
-    fake = bare.pretending(claim)
+    """It is a real Python that believes something else about itself."""
+    code = f'shift\ncode=$1\nshift\nexec {BASE_PYTHON} -c "import sys\n{claim}\n$code" "$@"'
+    fake = bare.python("python3", code)
     is_one_error(bare.source("setup_environment"), f"{fake}: {said}")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -242,11 +243,7 @@ def test_fingerprint_follows_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_text, "_PROSE_FOLDERS", {"numpy": ("numpy",)})
     before = corpus_text.fingerprint("prose"), corpus_text.fingerprint("code")
     assert before[0] != before[1]
-
-    class Newer:
-        version = "999"
-
-    monkeypatch.setattr(corpus_text, "_installed", lambda name: Newer())
+    monkeypatch.setattr(corpus_text, "_installed", lambda name: SimpleNamespace(version="999"))
     after = corpus_text.fingerprint("prose"), corpus_text.fingerprint("code")
     assert after[0] != before[0]
     assert after[1] == before[1], "code hangs on the interpreter alone"

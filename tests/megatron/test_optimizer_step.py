@@ -12,6 +12,7 @@ from megatron_sparse.megatron.bucket_group import Handle
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.job import Pending
+from tests.records import Kept
 
 
 class Sum:
@@ -69,20 +70,12 @@ def watched(optimizer: Any, sums: UnconfirmedSums, log: list[str]) -> WatchedOpt
 
 
 def test_waits_inside_the_step_are_no_part_of_its_stage() -> None:
-    class Stages(NullSink):
-        def record_stage(self, stage: str, seconds: float) -> None:
-            self.found = stage, seconds
-
-    clock, sink, optimizer = iter([1.0, 6.0]), Stages(), PlainOptimizer([])
+    clock, sink, optimizer = iter([1.0, 6.0]), Kept(), PlainOptimizer([])
     WatchedOptimizer(
-        optimizer,
-        UnconfirmedSums(),
-        sink,
-        end=lambda success, norm: None,
-        inner_s=lambda: next(clock),
+        optimizer, UnconfirmedSums(), sink, end=lambda *_: None, inner_s=lambda: next(clock)
     )
     optimizer.step()
-    stage, seconds = sink.found
+    ((stage, seconds),) = sink.stages
     assert stage == "optimizer"
     assert -5.0 <= seconds < -4.0, "5 s of waiting were taken off a step of no time"
 

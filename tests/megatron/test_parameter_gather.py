@@ -238,8 +238,7 @@ def test_lossy_gathers_bf16_parameters_exactly(rank):
 def test_a_skipped_step_leaves_the_replicas(rank):
     with parallel_state_of(SMALL), _running(SMALL) as run:
         for _ in range(3):
-            run.model.gradients()
-            run.model.optimizer.step()
+            run.step()
         run.model.gradients()
         before = run.model.held()
         run.model.optimizer.prepare_grads = lambda: True
@@ -248,8 +247,7 @@ def test_a_skipped_step_leaves_the_replicas(rank):
         assert success is False
         assert equal(before, run.model.held())
         for _ in range(2):
-            run.model.gradients()
-            run.model.optimizer.step()
+            run.step()
         last = run.model.held()
     assert not equal(before, last)
     for replicas in (before, last):

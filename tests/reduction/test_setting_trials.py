@@ -39,14 +39,10 @@ class Run:
         self.planner = planner_of(self.config, logs=False)
         self.now_s, self.step = 0.0, 0
         self.times_ms, self.other_ms = times_ms, other_ms or times_ms
-        self.trials = SettingTrials(
-            given.compression, self.config, self.planner, torch.device("cpu"), clock=self._clock
-        )
+        what = given.compression, self.config, self.planner, torch.device("cpu")
+        self.trials = SettingTrials(*what, clock=lambda: self.now_s)
         if state is not None:
             self.trials.load_state_dict(state, 100)
-
-    def _clock(self):
-        return self.now_s
 
     @property
     def preset(self):

@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -25,16 +26,11 @@ def _store():
 @pytest.fixture
 def counters():
     """Makes the counters of n ranks in this process over one store; closes them."""
-    made, cpu = [], torch.device("cpu")
+    made, operation = [], partial(Operation, liveness=None, timeout_s=DEADLINE_S)
 
     def make(n, store=None):
-        shared = store or _store()
-        for _ in range(n):
-            made.append(
-                StoreArrivalCounter(
-                    shared, "test", n, cpu, lambda name: Operation(name, None, DEADLINE_S)
-                )
-            )
+        given = store or _store(), "test", n, torch.device("cpu"), operation
+        made.extend(StoreArrivalCounter(*given) for _ in range(n))
         return made
 
     yield make

@@ -3,14 +3,13 @@
 For correctness only: the processes take turns on the GPU.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.gpu_ranks import on_one_gpu
+from tests.tracked import json_lines
 
-RANKS = 2
 BENCH = """
 import sys
 from pathlib import Path
@@ -39,13 +38,8 @@ sys.exit(run(CollectiveBench, sweep, NodePlace(), Path(sys.argv[2])))
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["c10d", "engine"])
 def test_the_sum_is_right(way: str, tmp_path: Path) -> None:
-    assert run_ranks(way, tmp_path) == 8
-
-
-def run_ranks(way: str, folder: Path) -> int:
-    """Runs the bench on all ranks; returns its rows, none of which may be wrong."""
-    path = folder / "rows.jsonl"
-    on_one_gpu(RANKS, "-c", BENCH, way, str(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path = tmp_path / "rows.jsonl"
+    on_one_gpu(2, "-c", BENCH, way, str(path))
+    rows = json_lines(path)
+    assert len(rows) == 8
     assert not any(row["wrong"] for row in rows)
-    return len(rows)

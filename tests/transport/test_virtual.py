@@ -104,19 +104,18 @@ def test_the_clock_is_alpha_plus_beta_m_of_the_link():
     assert cluster.modelled_s == 18.0
 
 
-def _all_to_one(transport):
-    """A rank's steps: all send 4 bytes to rank 0, each later by 1/8 s than the one before."""
-    got = [_bytes(4, 0) for _ in range(3)]
-    if transport.rank == 0:
-        yield transport.exchange([], [(p + 1, got[p]) for p in range(3)], tag=0)
-    else:
-        transport.charge(transport.rank / 8)
-        yield transport.exchange([(0, _bytes(4))], [], tag=0)
-
-
 def test_messages_queue_for_a_port_in_the_order_of_their_times():
+    """All send 4 bytes to rank 0, each later by 1/8 s than the one before."""
+
+    def step(transport):
+        if transport.rank == 0:
+            yield transport.exchange([], [(peer, _bytes(4, 0)) for peer in (1, 2, 3)], tag=0)
+        else:
+            transport.charge(transport.rank / 8)
+            yield transport.exchange([(0, _bytes(4))], [], tag=0)
+
     cluster = VirtualCluster(4, Topology((4,), INTRA, INTER))
-    cluster.run(_all_to_one)
+    cluster.run(step)
     # Each occupies rank 0's incoming port for 2 s; the first starts at 1/8.
     assert cluster.clock_s == [0.125 + 6 + 1, 2.125, 4.125, 6.125]
 

@@ -21,7 +21,7 @@ RAW = {0: "*i32", 1: "*i16", 2: "*i16"}
 
 
 def compiled_ptx(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], arch: int, num_warps: int = 4
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], arch: int
 ) -> str:
     """The PTX of a kernel, compiled to machine code for an architecture.
 
@@ -32,7 +32,6 @@ def compiled_ptx(
         signature: types of its arguments, without the constants.
         constants: its constants.
         arch: of `ARCHS`.
-        num_warps: warps of a program.
     """
     pointers = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
@@ -41,9 +40,7 @@ def compiled_ptx(
         constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
     )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
     assert len(compiled.asm["cubin"]) > 0
     ptx = compiled.asm["ptx"]
     assert ".ftz" not in ptx, "denormals must not be flushed"
