@@ -86,23 +86,11 @@ class BucketRow(CellRow):
 
 
 class BucketBench(CollectiveBench):
-    """Measures buckets in a group of this process alone; its cases are those of `CollectiveBench`.
-
-    Args:
-        sweep: sizes, schemes and numbers of runs.
-    """
+    """Measures buckets in a group of this process alone, with the cases of `CollectiveBench`."""
 
     def __init__(self, sweep: BucketSweep) -> None:
-        cases = CollectiveSweep(
-            min_bytes=sweep.min_bytes,
-            max_bytes=sweep.max_bytes,
-            densities=(sweep.density,),
-            schemes=sweep.schemes,
-            capacity=sweep.capacity,
-            nccl_engine=sweep.nccl_engine,
-            warmup=sweep.warmup,
-            iters=sweep.iters,
-        )
+        shared = dict(vars(sweep))  # all options but the density are those of `CollectiveSweep`
+        cases = CollectiveSweep(densities=(shared.pop("density"),), **shared)
         super().__init__(cases, HashStore(), rank=0, world_size=1)
 
     def bucket_rows(self) -> Iterator[BucketRow]:
