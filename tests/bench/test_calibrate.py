@@ -139,7 +139,7 @@ def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: st
     def start(transport):
         timer = ChargingTimer(transport, memory_bound(seconds_a_byte))
         clock = partial(cluster.clock_s.__getitem__, transport.rank)
-        return sweep_thresholds(format, RingRuns(transport, case, clock, timer), transport, case)
+        return sweep_thresholds(format, RingRuns(transport, case, clock, timer))
 
     outcomes = cluster.run(start)
     assert all(found == outcomes[0] for found in outcomes)

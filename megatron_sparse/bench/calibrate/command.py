@@ -146,8 +146,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
         found, points = {}, []
         for form in RING_DENSITIES:
             self._tell(f"measuring: thresholds for {form}")
-            sweep = sweep_thresholds(form, runs, self._transport, case)
-            found[form], tried = complete(sweep)
+            found[form], tried = complete(sweep_thresholds(form, runs))
             points += tried
         return found, points
 

@@ -71,17 +71,14 @@ class SweepPoint(CellRow):
 class RingRuns:
     """Times adaptive rings from one rank; every run of a case has the same gradients.
 
-    Args:
-        transport: the group.
-        case: the bucket and gradients.
-        clock: this rank's, in seconds.
-        timer: receives the codec's time; a virtual rank's also advances the modelled clock.
+    `clock` is this rank's, in seconds. `timer` receives the codec's time; a virtual rank's also
+    advances the modelled clock.
     """
 
     def __init__(
         self, transport: Transport, case: SweepCase, clock: Clock, timer: StageTimer
     ) -> None:
-        self._transport, self._case = transport, case
+        self.transport, self.case = transport, case
         self._clock, self._timer = clock, timer
         self._buffers = MessageBuffers()
         # Kept between runs, by format, operation and density.
@@ -90,22 +87,22 @@ class RingRuns:
     def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:
         """Returns a ring's seconds, added up over the case's densities; the same on all ranks."""
         total_s = 0.0
-        for density in self._case.densities:
+        for density in self.case.densities:
             bucket, message = self._message(ring.format, op, density)
 
             def run(bucket: Bucket = bucket, message: Message = message) -> Steps:
-                exchange = Exchange(bucket, self._transport, self._buffers, self._timer, ring)
+                exchange = Exchange(bucket, self.transport, self._buffers, self._timer, ring)
                 return adaptive_ring(exchange, message)
 
-            total_s += yield from timed(self._transport, self._case.repeats, self._clock, run)
+            total_s += yield from timed(self.transport, self.case.repeats, self._clock, run)
         return total_s
 
     def _message(self, format: str, op: CollectiveOp, density: float) -> tuple[Bucket, Message]:
         """Returns a bucket with a gradient of this density, and its encoded message; cached."""
-        key, numel = (format, op, density), self._case.numel
+        key, numel = (format, op, density), self.case.numel
         if key not in self._messages:
-            n, gradient = self._transport.world_size, uniform(numel, density)
-            grad_N = gradient.gradient(self._transport.rank).to(self._transport.device)
+            n, gradient = self.transport.world_size, uniform(numel, density)
+            grad_N = gradient.gradient(self.transport.rank).to(self.transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
             # Not `self._buffers`: the next message would overwrite this one there.
@@ -115,15 +112,9 @@ class RingRuns:
 
 
 def sweep_thresholds(
-    format: str, runs: RingRuns, transport: Transport, case: SweepCase
+    format: str, runs: RingRuns
 ) -> Measuring[tuple[tuple[float, float, float], list[SweepPoint]]]:
     """Sweeps each threshold whose links these ranks have; the result is the same on all ranks.
-
-    Args:
-        format: `coo` or `pici`.
-        runs: times this rank's rings.
-        transport: the group; its nodes determine which links there are.
-        case: its `step` determines the values that are tried.
 
     Returns:
         The best thresholds (intra, inter, gather), where one that was not swept is SpCCL's; and the
@@ -131,12 +122,12 @@ def sweep_thresholds(
     """
     found = list(RING_DENSITIES[format])
     points: list[SweepPoint] = []
-    for threshold in swept(transport):
+    for threshold in swept(runs.transport):
         index = THRESHOLDS.index(threshold)
         # `gather` decides about the all-gather, which only an all-reduce has.
         op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
-        steps = range(round(1 / case.step) + 1)  # from 0 to 1
-        values, times_s = [round(i * case.step, 6) for i in steps], []
+        step = runs.case.step
+        values, times_s = [round(i * step, 6) for i in range(round(1 / step) + 1)], []  # 0 to 1
         for value in values:
             tried = found.copy()
             tried[index] = value
