@@ -112,15 +112,11 @@ class CollectiveRow(CellRow):
         same = self.carried_by == self.scheme
         return self.scheme if same else f"{self.scheme}:{self.carried_by}"
 
-    def measured(
-        self, scheme_nRM: torch.Tensor, dense_nR: torch.Tensor, wire_rate: float
-    ) -> CollectiveRow:
-        """Fills in the times and bytes; mutates and returns the row.
+    def measured(self, scheme_nRM: torch.Tensor, dense_nR: torch.Tensor, wire_rate: float) -> None:
+        """Fills in the times and bytes; mutates the row.
 
-        Args:
-            scheme_nRM: fp64, of n ranks in R rounds the figures `MEASURED`.
-            dense_nR: microseconds of the dense collective, of each rank in each round.
-            wire_rate: payload bytes a second that a rank can send.
+        `scheme_nRM`: fp64, of n ranks in R rounds the figures `MEASURED`; `dense_nR`: microseconds
+        of the dense collective; `wire_rate`: payload bytes a second that a rank can send.
         """
         figures_nR = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
         # Of each round the rank that was slowest [R], and that rank's figures, each [R].
@@ -143,7 +139,6 @@ class CollectiveRow(CellRow):
         self.sent_density = float(figures_nR["nnz"].mean() / figures_nR["numel"].mean())
         # Bytes inside a node do not cross the rank's link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
-        return self
 
 
 def figures_of(record: BucketRecord, total_us: float) -> dict[str, float]:
