@@ -100,6 +100,11 @@ class CheckpointError(MegatronSparseError):
     """The plugin's part of a checkpoint is missing, damaged, or belongs to another layout."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; the name of its class if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
     """Raises one error for several, so that the user can mend all of them at once.
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, first_line
 from megatron_sparse.extras import installed_version
 from megatron_sparse.planner.fingerprint import processor
 from megatron_sparse.planner.link_timing import (
@@ -104,7 +104,7 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
         raise CommunicationError(
             f"rank {rank} on {socket.gethostname()} cannot reach rank 0",
             expected=f"an answer at MASTER_ADDR={host}, MASTER_PORT={port} within {timeout_s:g} s",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             remedy="look at the first node: is rank 0 there, and is the port open?",
         ) from None
     return store, rank, world_size

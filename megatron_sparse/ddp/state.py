@@ -33,7 +33,7 @@ from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.ddp import refusals
 from megatron_sparse.ddp.buckets import DDPBuckets
-from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.errors import ConfigError, HostError, first_line
 from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
@@ -315,7 +315,7 @@ class DDPState(HostState):
             raise HostError(
                 "ddp_hook was called outside a backward pass",
                 expected="DDP calls it when a bucket's gradients are final",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy="train without DDP's join() context, which calls it for ranks that have "
                 "run out of data",
             ) from error

@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,14 +28,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_sparse.cuda_ext import toolchain
-from megatron_sparse.errors import DependencyError, ExtensionError
+from megatron_sparse.errors import DependencyError, ExtensionError, first_line
 from megatron_sparse.extras import installed_version
+from megatron_sparse.run.provenance import output
 from megatron_sparse.run.rows import write_rows
 
 type Status = Literal["ok", "warn", "fail"]
 
 TRAIN_EXTRA = "pip install 'megatron-sparse[train]'"
 CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then megatron-sparse build"
+VERSION_S = 20
+"""Seconds that a compiler may take to print its version."""
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -95,7 +97,7 @@ def collect() -> list[Check]:
                 for check in part_check():
                     checks.append(check)
         except (Exception, SystemExit) as error:  # a half-installed package may raise anything
-            detail = f"{type(error).__name__}: {_first_line(error)}"
+            detail = f"{type(error).__name__}: {first_line(error)}"
             remedy = "reinstall this part; if it works all the same, report this line"
             checks.append(Check(name, "fail", detail, remedy))
     return checks
@@ -159,7 +161,7 @@ def _megatron() -> Iterator[Check]:
     try:
         untested_note = host_symbols.untested_megatron()
     except ImportError as error:
-        yield Check("megatron-core", "fail", _first_line(error), TRAIN_EXTRA)
+        yield Check("megatron-core", "fail", first_line(error), TRAIN_EXTRA)
         return
     remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
     is_tested = untested_note is None
@@ -210,7 +212,8 @@ def _compiler() -> Iterator[Check]:
         detail = f"{error.got}: the extension cannot be built"
         yield Check("C++ compiler", "warn", detail, error.remedy or "")
     else:
-        yield Check("C++ compiler", "ok", f"{_first_output(path, '--version')} ({path})")
+        printed = output([path, "--version"], VERSION_S).splitlines()
+        yield Check("C++ compiler", "ok", f"{printed[0]} ({path})")
 
 
 def _extension() -> Iterator[Check]:
@@ -245,7 +248,8 @@ def _nvcc() -> Iterator[Check]:
         detail = "not found" + ("" if wanted else "; not needed without a GPU")
         yield Check("nvcc", "warn" if wanted else "ok", detail, CUDA_EXTRA)
     else:
-        yield Check("nvcc", "ok", f"{_first_output(path, '--version', last=True)} ({path})")
+        printed = output([path, "--version"], VERSION_S).splitlines()
+        yield Check("nvcc", "ok", f"{printed[-1]} ({path})")
 
 
 def _gpus() -> Iterator[Check]:
@@ -318,18 +322,3 @@ _PART_CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _collective_backends,
     _network,
 )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else ""
-
-
-def _first_output(*command: str, last: bool = False) -> str:
-    """The first (or last) line that a command prints.
-
-    Raises:
-        OSError: the command cannot be run.
-        subprocess.SubprocessError: the command fails, or takes more than 20 seconds.
-    """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip().splitlines()[-1 if last else 0]

@@ -39,7 +39,7 @@ from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
 from megatron_sparse.config import described
 from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, first_line
 from megatron_sparse.megatron.arguments import OWNED_FLAGS
 from megatron_sparse.version import __version__
 
@@ -273,7 +273,7 @@ def config_error(error: Exception) -> ConfigError:
         return ConfigError(
             f"the override {error.override!r} cannot be read",
             expected="group=option or section.key=value",
-            got=_first_line(error),
+            got=first_line(error),
             remedy="quote values with special characters: 'name=\"a b\"'",
         )
     for found in (error, cause):
@@ -363,14 +363,9 @@ def _wrong_type(error: ValidationError) -> ConfigError:
     return ConfigError(
         f"{key or 'a section'} has the wrong type",
         expected=known.type if known else "a section of keys",
-        got=_first_line(error),
+        got=first_line(error),
     )
 
 
 def _closest(word: str, words: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.6)), None)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

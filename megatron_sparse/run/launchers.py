@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.run.provenance import output
 
 SCONTROL_S = 30
 """Seconds that Slurm's controller may take to answer."""
@@ -55,7 +56,8 @@ def _first_host(environment: Mapping[str, str]) -> str:
     """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     try:
-        found = _scontrol("show", "hostnames", nodes).split() if nodes else []
+        ask = ["scontrol", "show", "hostnames", nodes]
+        found = output(ask, SCONTROL_S).split() if nodes else []
         reason = "no nodes"
     except (OSError, subprocess.SubprocessError) as error:
         found, reason = [], str(error)
@@ -85,30 +87,18 @@ def requeue(environment: Mapping[str, str]) -> None:
     try:
         if job is None:
             raise FileNotFoundError("no SLURM_JOB_ID in the environment")
-        _scontrol("requeue", job)
+        output(["scontrol", "requeue", job], SCONTROL_S)
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None)
+        printed = getattr(error, "stderr", None)
         raise ConfigError(
             "the job cannot be requeued",
             expected="a batch job of Slurm that was submitted with --requeue",
-            got=(output or str(error)).strip(),
+            got=(printed or str(error)).strip(),
             remedy="submit it again with resume=auto: the checkpoint is saved; or leave out "
             "cluster.requeue",
         ) from None
     # Wait to be killed: submitit, if it started this process, takes its exit for the run's end.
     time.sleep(KILL_S)
-
-
-def _scontrol(*arguments: str) -> str:
-    """Runs `scontrol`; returns its output.
-
-    Raises:
-        OSError: it is not on PATH.
-        subprocess.SubprocessError: it fails, or takes too long.
-    """
-    return subprocess.run(
-        ["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_S, check=True
-    ).stdout
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -52,14 +53,20 @@ def commit(checkout: Path) -> str | None:
     git = ["git", "--no-optional-locks", "-C", str(checkout)]
     try:
         # An installed package may lie inside another project's repository.
-        if Path(_output([*git, "rev-parse", "--show-toplevel"])) != checkout:
+        if Path(output([*git, "rev-parse", "--show-toplevel"], GIT_S)) != checkout:
             return None
-        changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
-        return _output([*git, "rev-parse", "HEAD"]) + ("-dirty" if changed else "")
+        changed = output([*git, "status", "--porcelain", "--untracked-files=no"], GIT_S)
+        return output([*git, "rev-parse", "HEAD"], GIT_S) + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
+def output(command: Sequence[str], timeout_s: float) -> str:
+    """Runs a command; returns what it prints.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.SubprocessError: it fails, or takes too long.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
     return done.stdout.strip()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError, first_line
 from megatron_sparse.run import composition, launchers, preparation, resume
 from megatron_sparse.run.full_disk import naming_full_disk
 from megatron_sparse.run.interrupt import (
@@ -146,7 +146,7 @@ def _meet() -> tuple[Any, int]:
         raise ConfigError(
             "the ranks cannot meet",
             expected="the host of rank 0 in MASTER_ADDR, and a free port of it in MASTER_PORT",
-            got=f"{address}: {str(error).strip().splitlines()[0]}",
+            got=f"{address}: {first_line(error)}",
             remedy="set MASTER_PORT to another port, the same on every rank",
         ) from None
     return store, rank
@@ -221,7 +221,7 @@ def _agree_on_folder(
         raise CommunicationError(
             "rank 0 has not named the run's folder",
             expected=f"its answer within {_MEETING_TIMEOUT.total_seconds():g} s",
-            got=str(error).strip().splitlines()[0],
+            got=first_line(error),
             remedy="look at what rank 0 printed: it has ended, or is stopped",
         ) from None
     if not answer:

@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from megatron_sparse.bench.exchange.options import CalibrationOptions, NodePlace, Place, Rounds
 from megatron_sparse.bench.table import HostLoad, foreign_share, print_rows, torch_threads
 from megatron_sparse.calibration.launch_check import meet, open_store
-from megatron_sparse.errors import CommunicationError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, MegatronSparseError, first_line
 from megatron_sparse.reduction.host_state import check_kernels_of_all
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import local_ranks
@@ -204,7 +204,7 @@ def with_typed_errors(operation: Callable[[], object]) -> None:
         raise CommunicationError(
             "the bench's ranks lost one another",
             expected="every rank takes part within --timeout",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             remedy="look at what the other ranks have printed",
         ) from error
 
