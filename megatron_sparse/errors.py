@@ -108,11 +108,8 @@ def first_line(error: BaseException) -> str:
 def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
     """Raises one error for several, so that the user can mend all of them at once.
 
-    A single error is raised unchanged; without errors nothing happens.
-
-    Args:
-        title: begins the text of an error for several.
-        errors: the errors.
+    A single error is raised unchanged; without errors nothing happens. `title` begins the text of
+    an error for several.
 
     Raises:
         MegatronSparseError: an error of the first one's class.
@@ -130,8 +127,7 @@ def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
 def writing(what: object) -> Iterator[None]:
     """Turns an `OSError` in the `with` body, which writes a file, into a `ConfigError`.
 
-    Args:
-        what: begins the error's text: the file's path, or what it holds.
+    `what` begins the error's text: the file's path, or what it holds.
     """
     try:
         yield

@@ -94,11 +94,8 @@ def parse_list[Value](
 ) -> tuple[Value, ...]:
     """Parses values separated by commas.
 
-    Args:
-        option: named in the error.
-        text: the values.
-        convert: parses one value; raises ValueError where it cannot.
-        expected: what the values should be, for the error.
+    `convert` parses one value, and raises ValueError where it cannot. `expected` says what the
+    values should be; it and `option` are for the error.
 
     Raises:
         ConfigError: a value cannot be parsed.

@@ -179,11 +179,8 @@ def _segment_calls(
 ) -> Iterator[CodecCall]:
     """Yields calls that select from a full vector, and encode, decode and add a sparse one.
 
-    Args:
-        numel: elements of the vectors.
-        density: of the selection, and of the sparse vector.
-        device: of the vectors.
-        specs: messages by `CodecRate.format`; their density is replaced.
+    `density` is that of the selection, and of the sparse vector. `specs` are messages by
+    `CodecRate.format`; their density is replaced.
     """
     specs = {form: replace(spec, density=density) for form, spec in specs.items()}
     select = _selection(sparse_vector(numel, 1.0, device))

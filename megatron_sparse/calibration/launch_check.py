@@ -113,11 +113,7 @@ def open_store(timeout_s: float) -> tuple[Any, int, int]:
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Waits until every rank has called this.
 
-    Args:
-        store: torch's key-value store of the launch, from `open_store`.
-        rank: of this process.
-        world_size: ranks that were started.
-        timeout_s: how long to wait for the others.
+    `store` is that of `open_store`; the others may take `timeout_s`.
 
     Raises:
         CommunicationError: names the ranks that are missing.
@@ -139,9 +135,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
     """Runs all checks; returns lines to print, the same on every rank. Collective.
 
-    Args:
-        transport: the group, 2 ranks at least.
-        clock: this rank's, in seconds; it times the links.
+    The group has 2 ranks at least. `clock` is this rank's, in seconds; it times the links.
 
     Raises:
         CommunicationError: a rank is gone.

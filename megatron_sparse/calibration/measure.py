@@ -78,12 +78,8 @@ def calibrate(
 ) -> ClusterModel:
     """Measures links, host and codec; every rank of the group calls it, and gets the same model.
 
-    Args:
-        transport: the group, 2 ranks at least.
-        progress: the thread that drives collectives.
-        effort: how much is measured.
-        name: of the cluster.
-        tell: is called with a text that says what is measured next.
+    The group has 2 ranks at least. `progress` drives collectives; `tell` is called with a text that
+    says what is measured next.
 
     Raises:
         ConfigError: there is one rank only.
@@ -115,13 +111,9 @@ def measure_host(
 ) -> tuple[float, float]:
     """Measures the seconds that training adds to a message, and to a bucket; same on all ranks.
 
-    Both are differences of times; a negative one counts as 0.
-
-    Args:
-        transport: real ranks, 2 at least.
-        progress: the thread that drives collectives in training.
-        repeats: how often each is timed; a time is the median of the slowest ranks' times.
-        clock: this rank's, in seconds.
+    Both are differences of times; a negative one counts as 0. The ranks are real, 2 at least, and
+    `progress` drives collectives as in training. A time is the median, over `repeats`, of the
+    slowest ranks' times by `clock`, in seconds.
     """
 
     def seconds(run: Callable[[], object]) -> float:

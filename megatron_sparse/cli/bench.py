@@ -59,10 +59,8 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
 def _declare(kind: type[Options], place: type[Options] | None) -> None:
     """Registers the command of one bench: its name, help and runner all come from `kind`.
 
-    Args:
-        kind: a dataclass; its fields are the options that say what is measured.
-        place: a dataclass; its fields are the options that say where the ranks run. None: no such
-            options.
+    The fields of `kind` are the options that say what is measured, those of `place` where the ranks
+    run; None: no such options.
     """
 
     def action(**arguments: Any) -> None:

@@ -66,8 +66,7 @@ app.add_typer(bench, name="bench", rich_help_panel=MEASUREMENTS)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code.
 
-    Args:
-        arguments: without the program's name; None takes those of the process.
+    `arguments` are without the program's name; None takes those of the process.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Without UTF-8, print `?` for the line-drawing characters of tables instead of failing.

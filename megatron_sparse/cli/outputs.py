@@ -26,8 +26,7 @@ Check = Callable[[typer.CallbackParam, Path | None], Path | None]
 def writable_file(*, makes_folder: bool = False) -> Check:
     """Makes a callback that refuses a file which cannot be written.
 
-    Args:
-        makes_folder: whether the command makes the file's folder if it is missing.
+    `makes_folder`: whether the command makes the file's folder if it is missing.
     """
 
     def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -58,11 +58,7 @@ def resolve_bits(
     """Returns both sections with `auto` in `value_bits` and `sum_bits` replaced, and checked.
 
     `auto` becomes a number of bits where the other keys allow it, and None (in full) elsewhere.
-
-    Args:
-        compression: not mutated.
-        scheme: not mutated.
-        candidates: `planner.schemes`, see `sends_full_values`.
+    Mutates neither section. `candidates` is `planner.schemes`, see `sends_full_values`.
 
     Raises:
         ConfigError: a number of bits that the user has set contradicts other keys.

@@ -128,9 +128,7 @@ def sections(section: type) -> dict[str, type]:
 def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -> str:
     """Two lines of `train --help` for each of Hydra's config groups: its options, its subject.
 
-    Args:
-        names: the config groups.
-        options: name of a config group -> the names of its options.
+    `options` maps the name of a group to the names of its options.
     """
     summaries = _summaries() | _FREE_GROUPS
     entries = []
@@ -142,8 +140,7 @@ def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -
 def keys_help(values: Mapping[str, Any]) -> str:
     """The lines of `train --help` about keys: each with its value and a sentence about it.
 
-    Args:
-        values: the composed configuration: key -> value, with a mapping for each section.
+    `values` is the composed configuration: key -> value, with a mapping for each section.
     """
     lines: list[str] = []
     for key in keys(RunConfig):

@@ -202,9 +202,8 @@ class SparseConfig:
     ) -> SparseConfig:
         """Makes a configuration from values of a preset, and options that override them.
 
-        Args:
-            base: the preset's values, section -> key -> value, or empty; not mutated.
-            overrides: the options, see `from_overrides`.
+        `base` has a preset's values, section -> key -> value, or is empty; it is not mutated.
+        `overrides` are options, see `from_overrides`.
         """
         values: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in base.items()}
         # Sections that are given as objects; the others are made from their keys, below.

@@ -106,8 +106,7 @@ def collect() -> list[Check]:
 def run(json: Path | None = None) -> int:
     """Prints the report as a table and, if asked, as JSON lines.
 
-    Args:
-        json: file for one JSON object a line, with the fields of `Check`; None writes none.
+    `json` gets one JSON object a line, with the fields of `Check`; None writes none.
 
     Returns:
         The exit code: 0 when nothing failed, 1 otherwise.

@@ -260,12 +260,8 @@ def bytes_on_virtual_ranks(
 ) -> Counter[str]:
     """Synchronises random gradients on virtual ranks, and counts the bytes that a rank then holds.
 
-    Args:
-        config: the run's settings; `scheme.name=auto` takes the scheme of the fewest bytes.
-        bucket: synchronised on a CPU; only its shape and dtype are read.
-        nodes: for each rank of an instance, the index of its node.
-        choice: the level.
-        undo: whether steps can be skipped or repeated.
+    `scheme.name=auto` takes the scheme of the fewest bytes. Of `bucket`, which is synchronised on a
+    CPU, only shape and dtype are read. `nodes` and `undo` are as in `account`.
 
     Returns:
         `residual`, `undo` or a buffer's purpose -> bytes, on the rank that holds the most of it.

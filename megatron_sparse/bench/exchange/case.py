@@ -254,11 +254,7 @@ def _sum_bits(
 class RankReducer:
     """One rank's reducer for a case; residuals begin at zero, and no step is ever undone.
 
-    Args:
-        case: what is synchronised.
-        sweep: options that all cases share.
-        groups: the groups that the rank is in.
-        progress: drives the reducer; None for virtual ranks, which call `steps`.
+    `progress` drives the reducer; None for virtual ranks, which call `steps`.
     """
 
     def __init__(

@@ -46,12 +46,8 @@ class Bench[Cases: Rounds | CalibrationOptions]:
 
     A context manager that ends this rank's threads and its process group.
 
-    Args:
-        cases: the bench's options, the same on every rank.
-        store: torch's, for `init_process_group`.
-        rank: of this process.
-        world_size: number of ranks.
-        nccl_engine: `scheme.nccl_engine`.
+    `cases` are the bench's options, the same on every rank; `store` is torch's, for
+    `init_process_group`.
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
@@ -220,10 +216,8 @@ def as_rank[Made: Bench[Any], Result](
     RANK, WORLD_SIZE and the like must be set. An error of this package ends the process with its
     exit code. If several ranks fail, only the first of them prints its error.
 
-    Args:
-        make: makes the bench from the store, this rank and the number of ranks.
-        action: called with the bench.
-        timeout_s: how long to wait for all ranks.
+    `make` gets the store, this rank and the number of ranks; `timeout_s` is how long to wait for
+    all ranks.
 
     Raises:
         CommunicationError: rank 0 cannot be reached.
@@ -271,11 +265,8 @@ def run[Cases: Rounds](
 ) -> int:
     """Runs one rank if a launcher started this process, else all ranks; returns the exit code.
 
-    Args:
-        bench: what is measured.
-        sweep: the bench's options; on the test bed an `mbit` of None becomes the rate of its links.
-        place: where the ranks run.
-        json_path: for one JSON object a line; None writes none.
+    `sweep` has the options; on the test bed an `mbit` of None becomes the rate of its links.
+    `json_path` gets one JSON object a line; None writes none.
 
     Raises:
         ConfigError: flags contradict one another, or an option does not fit.
@@ -305,11 +296,8 @@ def run[Cases: Rounds](
 def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:
     """Runs a command of `megatron-sparse` in a process for each rank, on loopback or the test bed.
 
-    Args:
-        command: its words, with its options.
-        place: chooses loopback or the test bed.
-        ranks: how many.
-        mbit: rate of the test bed's links; None for no limit.
+    `command` are its words, with its options; `place` chooses loopback or the test bed, whose links
+    an `mbit` of None does not limit.
 
     Returns:
         The exit code of the first rank that failed, or 0.

@@ -93,12 +93,8 @@ class GatherRow(CellRow):
     ) -> GatherRow:
         """Makes the row of a measured case.
 
-        Args:
-            sweep: the options.
-            case: what was measured.
-            nodes: the node of each rank.
-            figures_nM: of n ranks the M figures `MEASURED`.
-            outcome: attributes of the row that are of all ranks together, such as `time_us`.
+        `nodes` has the node of each rank, `figures_nM` of n ranks the M figures `MEASURED`, and
+        `outcome` attributes that are of all ranks together, such as `time_us`.
         """
         n = len(nodes)
         shard = -(-sweep.elements // n)  # rounded up

@@ -110,10 +110,7 @@ def run(
 ) -> list[ConvergenceRow]:
     """Carries out the study and prints its table.
 
-    Args:
-        options: the runs.
-        folder: for the pictures, made if missing; None draws none.
-        json_path: for one JSON object a line; None writes none.
+    `folder`, made if missing, gets the pictures, `json_path` one JSON object a line; None: none.
 
     Raises:
         ConfigError: an override is wrong, or a file cannot be written.

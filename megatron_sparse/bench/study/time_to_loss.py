@@ -179,10 +179,7 @@ def run(
 ) -> list[TimeToLossRow]:
     """Carries out the runs that have not finished, and prints the table.
 
-    Args:
-        options: the runs.
-        folder: for the pictures, made if missing; None draws none.
-        json_path: for one JSON object a line; None writes none.
+    `folder`, made if missing, gets the pictures, `json_path` one JSON object a line; None: none.
 
     Raises:
         ConfigError: an override is wrong, there is no test bed, or a file cannot be written.

@@ -106,9 +106,7 @@ class TrainingRow(CellRow):
 def run(options: TrainingOptions, json_path: Path | None = None) -> list[TrainingRow]:
     """Trains, prints the table and returns its rows.
 
-    Args:
-        options: what to train.
-        json_path: for one JSON object a line; None writes none.
+    `json_path` gets one JSON object a line; None writes none.
 
     Raises:
         ConfigError: an override is wrong, or a file cannot be written.
