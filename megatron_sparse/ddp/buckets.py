@@ -22,11 +22,8 @@ from megatron_sparse.errors import HostError
 class DDPBuckets:
     """The buckets of one DDP model, and its unplaced residuals.
 
-    Args:
-        module: the model, which names its parameters.
-        parameter_filter: decides which parameters are sent whole.
-        world_size: ranks of the group.
-        residuals: the residuals of the buckets; this object moves them.
+    `module` names the parameters; `parameter_filter` decides which of them are sent whole. This
+    object moves the `residuals` of the buckets.
 
     Attributes:
         names: parameter -> its name.

@@ -44,10 +44,7 @@ def check_config(
 ) -> None:
     """Refuses what plain DDP (torch's, not Megatron's) cannot do, and what would corrupt residuals.
 
-    Args:
-        config: the plugin's configuration.
-        ddp: the model.
-        scaler: the GradScaler that `DDPState` got, or None.
+    `scaler` is the GradScaler that `DDPState` got, or None.
 
     Raises:
         ConfigError: names the setting, or the parameter.
@@ -127,10 +124,8 @@ def check_saved(
 ) -> None:
     """Refuses a saved state of another rank or another model.
 
-    Args:
-        state: result of `DDPState.state_dict`.
-        own: entries that it must have: this process's version of the format, rank and world size.
-        names: parameter -> its name in the model.
+    `own` are entries that `state`, of `DDPState.state_dict`, must have: this process's version of
+    the format, rank and world size. `names`: parameter -> its name in the model.
 
     Raises:
         CheckpointError: names the entry, or the parameter.

@@ -86,9 +86,7 @@ class PartitionRecord:
     def section_bytes(self, form: int, nnz: int) -> int:
         """Bytes after the sub-header, padding included.
 
-        Args:
-            form: one of the `FORM_*` codes.
-            nnz: non-zero elements.
+        `form` is one of the `FORM_*` codes.
         """
         value_bytes = VALUE_BYTES[self.code]
         if form == FORM_DENSE:
@@ -109,10 +107,8 @@ class PartitionRecord:
     def write_head(self, out: torch.Tensor, form: int, nnz: int) -> int:
         """Writes header and sub-header, the first `SECTIONS_AT` bytes; returns the record's length.
 
-        Args:
-            out: the record's buffer, uint8 on any device. Mutated.
-            form: one of the `FORM_*` codes, of the sections that follow.
-            nnz: non-zero elements.
+        `out` is the record's buffer, uint8 on any device; mutated. `form` is one of the `FORM_*`
+        codes, of the sections that follow.
         """
         h0 = self.partition_hash
         payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, nnz)

@@ -54,10 +54,7 @@ def save_with(
     For loops that save checkpoints themselves, such as Megatron-Bridge's. Call it after loading a
     checkpoint, because Megatron also calls `sharded_state_dict` to know what to load.
 
-    Args:
-        attachment: the plugin's state.
-        optimizer: the one that is attached.
-        when: asked at each call whether to include the plugin's state.
+    `when` is asked at each call whether to include the plugin's state.
     """
 
     def sharded_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,10 +70,8 @@ def save_with(
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     """Restores the plugin's state from the checkpoint's folder. Collective over all ranks.
 
-    Args:
-        attachment: gets the state.
-        checkpoint: the folder that Megatron has loaded, of any format.
-        iteration: the step to continue from if the folder holds no state of the plugin.
+    `checkpoint` is the folder that Megatron has loaded, of any format, `iteration` the step to
+    continue from if it holds no state of the plugin.
 
     Raises:
         CheckpointError: residuals do not fit this run (see `read`), or the saved plan is damaged.

@@ -48,10 +48,8 @@ _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
     """Refuses a checkpoint that this run cannot resume from. Imports megatron.
 
-    Args:
-        config: the run; `cluster.device` is `cpu` or `cuda`, no longer `auto`.
-        vocab_size: number of token ids in the data.
-        checkpoint: the folder of one checkpoint, complete.
+    `cluster.device` must be `cpu` or `cuda`, no longer `auto`. `checkpoint` is the folder of one
+    complete checkpoint.
 
     Raises:
         CheckpointError: run and checkpoint do not fit together; names the keys.
@@ -103,10 +101,7 @@ def _differences(
 ) -> dict[str, tuple[object, object]]:
     """Compares arguments; returns key -> (checkpoint's value, run's value) where they differ.
 
-    Args:
-        names: Megatron's arguments to compare; those that are None on one side are left out.
-        saved: the checkpoint's arguments.
-        wanted: the run's arguments.
+    `names` are Megatron's arguments to compare; those that are None on one side are left out.
     """
     found = {}
     for name in names:

@@ -79,10 +79,8 @@ def find_host_symbols(needed_by: str = "install") -> list[HostSymbol]:
 def _problem(module: str, attribute: str, parameters: Sequence[str]) -> str | None:
     """Returns why a symbol of Megatron cannot be hooked; None if it can.
 
-    Args:
-        module: the symbol's module.
-        attribute: the symbol's name in the module; with a dot for a method.
-        parameters: names of parameters that the function or the class's constructor must have.
+    An `attribute` with a dot is a method. `parameters` are the names of those that the function, or
+    the class's constructor, must have.
     """
     try:
         symbol: Any = import_module(module)

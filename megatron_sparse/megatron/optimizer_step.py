@@ -43,10 +43,7 @@ class WrappedMethod:
     Other code wraps the same method, before or after: learning-rate schedulers, a second
     attachment.
 
-    Args:
-        owner: the object.
-        name: the method's name.
-        wrapper: called in place of the method, with the former method before its arguments.
+    `wrapper` is called in place of the method, with the former method before its arguments.
     """
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -50,9 +50,7 @@ class PredictedParameter(NamedTuple):
 def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedParameter]:
     """Lists the parameters of a first-stage rank, in the order of Megatron's modules.
 
-    Args:
-        config: the run.
-        vocab_size: of the model, without padding.
+    `vocab_size` is the model's, without padding.
     """
     model, tensor_ranks = config.model, config.training.tensor_parallel
     stages, hidden = config.training.pipeline_parallel, model.hidden_size
@@ -85,11 +83,8 @@ def _layer(
 ) -> Iterator[PredictedParameter]:
     """Yields the parameters of one layer on a tensor-parallel rank.
 
-    Args:
-        prefix: of the parameters' names.
-        kinds: what the layer consists of: attention (*), MLP (-), or both.
-        model: the sizes.
-        tensor: number of tensor-parallel ranks.
+    `prefix` begins the parameters' names. `kinds` says what the layer consists of: attention (*),
+    MLP (-), or both. `tensor` ranks share it.
     """
     # Tensor-parallel ranks shard most weights, and hold copies of all norms and of some biases.
     hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
@@ -121,9 +116,7 @@ def _linear(name: str, shape: tuple[int, int], *, copied: bool = False) -> list[
 def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
     """Predicts the buckets of a rank of the first pipeline stage; their gradients have no memory.
 
-    Args:
-        config: the run; `cluster.device` and `training.precision` must be decided.
-        vocab_size: of the model, without padding.
+    `cluster.device` and `training.precision` must be decided. `vocab_size` is without padding.
     """
     sharded = config.training.use_distributed_optimizer
     instances = int(config.megatron.get("num_distributed_optimizer_instances") or 1)

@@ -80,11 +80,8 @@ def check(
 
     No key may make the validation fail, or change an owned flag. Importing Megatron takes 5 s.
 
-    Args:
-        config: the run; device and precision are decided.
-        vocab_size: of the data.
-        data_prefix: of the indexed dataset; None takes Megatron's mock data.
-        environment: of the ranks.
+    Device and precision must be decided. `data_prefix` of None takes Megatron's mock data;
+    `environment` is that of the ranks.
 
     Raises:
         MegatronSparseError: names every key that is refused, and what to set instead.

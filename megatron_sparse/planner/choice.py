@@ -78,13 +78,8 @@ class Pace:
 class PricedPlanner(Planner):
     """The planner for `scheme.name=auto` with a cluster model; see the module's docstring.
 
-    Args:
-        compression: the schedule of densities.
-        scheme: options of the candidates; `name` is `auto`.
-        planner: see `PlannerConfig`.
-        cluster: the cost of links, codecs and CPU.
-        logs: whether this rank logs changes of plan; set it on one rank of a group.
-        pace: when to look again; the same on all ranks.
+    `scheme` has the name `auto`, and the candidates' options. `logs`: this rank logs changes of
+    plan; set it on one rank of a group. `pace`: when to look again, the same on all ranks.
     """
 
     def __init__(

@@ -73,10 +73,7 @@ class MeasuredLinks:
 def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[MeasuredLinks]:
     """Measures the links; the result is the same on all ranks.
 
-    Args:
-        transport: at least 2 ranks.
-        sweep: the sizes, and how often each is timed.
-        clock: this rank's clock, in seconds.
+    There are at least 2 ranks. `clock` is this rank's, in seconds.
 
     Raises:
         ConfigError: there is one rank only.
@@ -158,11 +155,9 @@ def times_by_rank(
 ) -> Measuring[torch.Tensor]:
     """Seconds of an action: a row for each rank, a column for each repetition after a warm-up.
 
-    Args:
-        transport: the ranks; a barrier before each repetition makes them begin together.
-        repeats: how many repetitions are returned.
-        clock: this rank's, in seconds.
-        action: yields operations, one after the other; its own time between them counts too.
+    A barrier before each of the `repeats` makes the ranks begin together. `action` yields
+    operations, one after the other; its own time between them counts too. `clock` is this rank's,
+    in seconds.
     """
     spent = []
     for _ in range(repeats + 1):
@@ -188,11 +183,8 @@ def ring_times(
 ) -> Measuring[list[float]]:
     """Times rounds in which each rank of a ring sends to the next one.
 
-    Args:
-        transport: all ranks take part; those outside the rings send nothing.
-        rings: the ranks of each ring; no rank is in two of them.
-        sweep: the sizes, and how often each is timed.
-        clock: this rank's, in seconds.
+    All ranks take part; those outside the `rings` send nothing, and no rank is in two of them.
+    `clock` is this rank's, in seconds.
 
     Returns:
         Seconds of a round for each size, the same on all ranks.

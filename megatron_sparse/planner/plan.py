@@ -99,10 +99,7 @@ class Planner:
 
     Makes the same decision on every rank: it never uses data that only one rank has.
 
-    Args:
-        compression: the schedule of densities.
-        scheme: the scheme, and its options.
-        cluster: checked against the running one, see `join`; None for none.
+    `cluster` is checked against the running one, see `join`; None for none.
 
     Attributes:
         enabled: switch that may change during the run; False plans dense, which also empties the
@@ -212,11 +209,7 @@ class Planner:
         The progress thread drives it, on every rank in the order of launches. Changes of the plan
         take effect in the next step.
 
-        Args:
-            exchange: the bucket that will be synchronised, with transport, buffers and timer.
-            plan: the bucket's.
-            step: the present step.
-            message: this rank's selection; None for a dense plan.
+        `message` is this rank's selection; None for a dense plan.
         """
         yield from ()  # makes this a generator
 

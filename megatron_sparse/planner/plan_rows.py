@@ -51,11 +51,7 @@ class Pricing:
     def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
         """Prices one bucket with all candidates; returns its row (see the module).
 
-        Args:
-            name: the bucket's name.
-            shape: its sizes, operation and ranks.
-            profile: the sparsity of its gradients.
-            basis: the source of the profile, in words.
+        `basis` is the source of the profile, in words.
         """
         if self.value_bits is not None:
             shape = replace(shape, value_bits=self.value_bits)

@@ -50,11 +50,8 @@ def predicted_bytes(
 ) -> dict[str, float]:
     """Bytes that each rank sends, by scheme, if pruned parameters have the given density.
 
-    Args:
-        bucket: its gradient's values do not matter.
-        density: of the pruned parameters.
-        scheme: the options that messages depend on.
-        value_bits: `compression.value_bits`.
+    `density` is that of the pruned parameters; the values of the bucket's gradient do not matter.
+    `scheme` has the options that messages depend on.
     """
     n = bucket.world_size
     element_bytes = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype)].itemsize

@@ -57,9 +57,7 @@ class RankClocks:
         ranks_n: the ranks: 0, 1, ... n - 1.
         card_free_s: the time from which each node's card is free, by port. Mutated.
 
-    Args:
-        topology: nodes and links.
-        host_s: seconds that a message costs each of its two ends before it is posted.
+    `host_s` are the seconds that a message costs each of its two ends before it is posted.
     """
 
     def __init__(self, topology: Topology, host_s: float) -> None:
@@ -131,10 +129,6 @@ class QueuedRounds:
 
     A rank that is ahead uses the card while another waits for its peer, so rounds cannot be
     computed one by one. Here every message is an event, as in `VirtualCluster`.
-
-    Args:
-        clocks: of all ranks.
-        rounds: of all ranks.
     """
 
     def __init__(self, clocks: RankClocks, rounds: Sequence[Round]) -> None:

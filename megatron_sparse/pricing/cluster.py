@@ -242,8 +242,7 @@ class ClusterModel:
     def check_fingerprint(self, found: Mapping[str, str]) -> None:
         """Refuses a file that was measured on another cluster; a model fits everywhere.
 
-        Args:
-            found: of the ranks that run now, `planner.fingerprint`.
+        `found` is that of the ranks that run now, `planner.fingerprint`.
 
         Raises:
             ConfigError: names the field that differs.
@@ -292,9 +291,7 @@ class ClusterModel:
     def save(self, path: Path, comment: str) -> None:
         """Writes the file.
 
-        Args:
-            path: the file; its folder is made.
-            comment: lines at its top, the first of them the command that made it.
+        Makes the folder. `comment`: lines at the top, the first of them the command that made it.
 
         Raises:
             ConfigError: it cannot be written.

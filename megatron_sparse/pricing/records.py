@@ -89,11 +89,7 @@ class RecordFormat:
     def seconds(self, op: CodecOp, piece: Piece, density: PerRank, value_bytes: int) -> PerRank:
         """Seconds of one codec call on a piece: on its kept elements and on its pruned ones.
 
-        Args:
-            op: the codec's operation.
-            piece: the elements.
-            density: of the pruned ones.
-            value_bytes: of a value on the wire.
+        `density` is that of the pruned elements, `value_bytes` of a value on the wire.
         """
         kept_s = self.cluster.codec_s(op, "dense", piece.kept, 1.0, value_bytes)
         return kept_s + each(lambda d: self._pruned_s(op, piece.pruned, d, value_bytes), density)

@@ -29,10 +29,8 @@ logger = logging.getLogger("megatron_sparse")
 class HostState:
     """State shared by `megatron.attachment` and `ddp`. Making it is collective over the group.
 
-    Args:
-        config: the user's, checked, with the thresholds of the cluster file.
-        device: of the gradients.
-        group: the ranks that exchange messages; None takes all.
+    `config` is the user's, checked, with the thresholds of the cluster file. `group` has the ranks
+    that exchange messages; None takes all.
 
     Attributes:
         config: a copy of the argument; `set_density` and `trials` change it.
@@ -123,9 +121,7 @@ def check_kernels_of_all(device: torch.device, group: dist.ProcessGroup | None =
     If only that rank raised, the other ranks would wait for its first message until their timeout.
     On CUDA collective and blocking (one small all-reduce); on a CPU it does nothing.
 
-    Args:
-        device: of the gradients.
-        group: the ranks that will exchange messages; None takes all.
+    `group` has the ranks that will exchange messages; None takes all.
 
     Raises:
         DependencyError: a compiler or library for the build is missing here.

@@ -102,11 +102,8 @@ def level_of(
 ) -> Level:
     """Makes the `Level` that these groups are for.
 
-    Args:
-        data_parallel: the ranks whose gradients are summed.
-        groups: of a level above `rank`; None for `rank`.
-        options: `scheme` of the configuration.
-        buffers: memory for parts that are no views of the bucket.
+    `groups` are those of a level above `rank`; None for `rank`. `buffers` have memory for parts
+    that are no views of the bucket.
     """
     if groups is None:
         return Level(data_parallel)
@@ -347,11 +344,8 @@ def sum_over_instances(
 
     Returns the bytes sent in both collectives.
 
-    Args:
-        steps: the reduce-scatter.
-        exchange: the arguments of the reduce-scatter.
-        instances: the ranks that own the same shard, one of each instance.
-        step: the training step.
+    `steps` is the reduce-scatter, `exchange` has its arguments. `instances` are the ranks that own
+    the same shard, one of each instance.
 
     Raises:
         CommunicationError: another instance is at another bucket or step.

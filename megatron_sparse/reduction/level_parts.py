@@ -23,10 +23,7 @@ from megatron_sparse.errors import ConfigError
 def node_cuts(bucket: Bucket, node_size: int, local_rank: int) -> list[slice]:
     """The elements of a bucket that make up the part of a rank, at level `node`.
 
-    Args:
-        bucket: the whole bucket.
-        node_size: ranks of a node.
-        local_rank: the rank's number within its node, from 0.
+    `local_rank` is the rank's number within its node, from 0.
     """
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
         firsts = range(0, bucket.world_size, node_size)  # the first rank of each node
@@ -97,9 +94,7 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
 
     `start` and `stop` of the slices returned count from the start of the part.
 
-    Args:
-        bucket: the whole bucket.
-        cuts: the elements of the bucket that make up the part, back to back.
+    `cuts` are the elements of the bucket that make up the part, back to back.
 
     Example:
         >>> import torch

@@ -90,10 +90,8 @@ def held(
     `residual`, `undo` and `messages` are always included, other items only if they are in use.
     Temporary tensors within one call are not counted.
 
-    Args:
-        residuals: of all groups of ranks.
-        reducers: of all groups of ranks.
-        parameters: bytes of the shards that exact and lossy gathers of parameters keep.
+    `residuals` and `reducers` are those of all groups of ranks; `parameters` are bytes of the
+    shards that exact and lossy gathers of parameters keep.
     """
     found: Counter[str] = Counter(undo=residuals.undo_nbytes, messages=0)
     found["residual"] = residuals.nbytes - residuals.undo_nbytes

@@ -49,11 +49,8 @@ class PendingRows(Pending[torch.Tensor]):
 class RowSparseReducer:
     """Synchronises row-sparse gradients of one group of ranks.
 
-    Args:
-        transport: the group.
-        sink: receives each gradient's record from the thread that waits for it.
-        progress: drives the jobs; may be shared with other reducers.
-        checksum: records carry checksums; the same on every rank.
+    `sink` receives each gradient's record from the thread that waits for it. Other reducers may
+    share `progress`. `checksum` must be the same on every rank.
     """
 
     def __init__(
