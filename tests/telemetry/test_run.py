@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STAGES, STEP_STAGES, GatherRecord
-from megatron_sparse.telemetry import RunTelemetry, load_summary, run
+from megatron_sparse.telemetry import RunTelemetry, breakdown, load_summary, run
 from tests.records import Sink, bucket_record
 from tests.tracked import json_lines
 
@@ -262,6 +264,29 @@ def test_a_missing_or_damaged_summary(tmp_path, content):
         (tmp_path / "summary.json").write_bytes(content)
     with pytest.raises(ConfigError):
         load_summary(tmp_path)
+
+
+def test_no_bucket_costs_a_system_call_or_the_general_encoder(tmp_path, monkeypatch):
+    """An iteration of 100 buckets: its line is encoded once, and files are opened to flush."""
+    telemetry = open_run(tmp_path)
+    iterate(telemetry, 1, buckets=100)  # the names are quoted once
+    telemetry.flush()
+    counts = Counter()
+
+    def counted(name, function):
+        def call(*arguments, **keywords):
+            counts[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(breakdown, "_encode", counted("encoded", breakdown._encode))
+    monkeypatch.setattr(json, "dumps", counted("encoded", json.dumps))
+    monkeypatch.setattr(Path, "open", counted("opened", Path.open))
+    iterate(telemetry, 2, buckets=100)
+    assert counts == {"encoded": 1}
+    telemetry.flush()
+    assert counts == {"encoded": 1, "opened": 2}
 
 
 def test_stage_outside_the_vocabulary_is_our_own_bug():
