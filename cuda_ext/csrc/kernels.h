@@ -93,12 +93,15 @@ struct Kernels {
   void (*unpermute)(const Permutation&, uint32_t* x, int64_t count);
 
   // The coder of moves (moves_rans_cpu.h says what each does). [dtype]
-  void (*moves_count[3])(const void* old, const void* now, int64_t numel, uint32_t base, int stride,
-                         uint64_t* counts);
-  uint16_t* (*rans_encode[3])(const void* old, const void* now, int64_t numel, uint32_t base,
-                              const uint32_t* table, uint32_t* states, uint16_t* end);
-  int64_t (*rans_decode[3])(const void* old, int64_t numel, uint32_t base, const uint32_t* table,
-                            uint32_t* states, const uint16_t* words, int64_t word_count, void* out);
+  void (*moves_count[3])(const void* old, const void* now, const uint32_t* down, int64_t numel,
+                         uint32_t base, int stride, uint64_t* counts);
+  uint16_t* (*rans_encode[3])(const void* old, const void* now, const uint32_t* down, int64_t numel,
+                              uint32_t base, const uint32_t* table, uint32_t* states,
+                              uint16_t* end);
+  int64_t (*rans_decode[3])(const void* old, const uint32_t* down, int64_t numel, uint32_t base,
+                            const uint32_t* table, uint32_t* states, const uint16_t* words,
+                            int64_t word_count, void* out);
+  void (*moves_keep[3])(void* held, const void* now, int64_t numel, uint32_t* down);
   uint32_t (*mixed_sum)(const void* words, int64_t count, uint32_t first);
 
   // Quantises now - old by groups (quantise.h), and adds what codes say. [bits are 8, not 4]

@@ -12,28 +12,25 @@
 namespace megatron_sparse {
 namespace {
 
-// Copies in all threads.
-void copy_bytes(uint8_t* to, const uint8_t* from, int64_t bytes) {
+// Copies in all threads, and fills up to a multiple of 16 bytes with zeros.
+void copy_padded(uint8_t* to, const uint8_t* from, int64_t bytes) {
   constexpr int64_t kPiece = int64_t{1} << 18;
   for_each_chunk(bytes, kPiece, [&](int64_t, int64_t begin, int64_t end) {
     std::memcpy(to + begin, from + begin, end - begin);
   });
-}
-
-// Likewise, and fills up to a multiple of 16 bytes with zeros.
-void copy_padded(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  copy_bytes(to, from, bytes);
   std::memset(to + bytes, 0, pad16(bytes) - bytes);
 }
 
 struct Numbers {
   const uint8_t* old;
   const uint8_t* now;
+  const uint32_t* down;
   int64_t numel;
   int dtype;
 
   const uint8_t* old_at(int64_t i) const { return old + i * dtype_bytes(dtype); }
   const uint8_t* now_at(int64_t i) const { return now + i * dtype_bytes(dtype); }
+  const uint32_t* down_at(int64_t chunk_begin) const { return down + chunk_begin / 32; }
 };
 
 std::vector<uint64_t> count_symbols(const Numbers& numbers, uint32_t base) {
@@ -45,8 +42,9 @@ std::vector<uint64_t> count_symbols(const Numbers& numbers, uint32_t base) {
   std::mutex lock;
   for_each_chunk(numbers.numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
     std::vector<uint64_t> here(counts.size());
-    kernels().moves_count[numbers.dtype](numbers.old_at(begin), numbers.now_at(begin), end - begin,
-                                         base, stride, here.data());
+    kernels().moves_count[numbers.dtype](numbers.old_at(begin), numbers.now_at(begin),
+                                         numbers.down_at(begin), end - begin, base, stride,
+                                         here.data());
     const std::lock_guard<std::mutex> held(lock);
     for (size_t k = 0; k < counts.size(); ++k) counts[k] += here[k];
   });
@@ -64,8 +62,8 @@ int64_t encode_chunk(const Numbers& numbers, uint32_t base, const uint32_t* tabl
   const int64_t room = 3 * (count + kStates) + 64;
   const std::unique_ptr<uint16_t[]> words(new uint16_t[room]);
   uint32_t states[kStates];
-  const uint16_t* first = kernels().rans_encode[numbers.dtype](old, now, count, base, table, states,
-                                                               words.get() + room);
+  const uint16_t* first = kernels().rans_encode[numbers.dtype](
+      old, now, numbers.down_at(begin), count, base, table, states, words.get() + room);
   const int64_t word_bytes = 2 * (words.get() + room - first);
   const int64_t bytes = static_cast<int64_t>(sizeof states) + word_bytes;
   if (pad16(bytes) < raw_bytes) {
@@ -127,11 +125,13 @@ int64_t moves_room(int64_t numel, int64_t dtype) {
 }
 
 // Returns the record's bytes, one int64.
-Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
+Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, const Tensor& down, int64_t step,
+                        const Tensor& out) {
   const int dtype = dtype_code(now, "moves_encode: new");
   const int64_t numel = now.numel();
   const Numbers numbers = {static_cast<const uint8_t*>(old.const_data_ptr()),
-                           static_cast<const uint8_t*>(now.const_data_ptr()), numel, dtype};
+                           static_cast<const uint8_t*>(now.const_data_ptr()),
+                           static_cast<const uint32_t*>(down.const_data_ptr()), numel, dtype};
   uint8_t* record = static_cast<uint8_t*>(out.mutable_data_ptr());
   MovesSubHeader head = {};
   int64_t bytes = numel > 0 ? encode_sections(numbers, record + kMovesSectionsAt, head) : 0;
@@ -154,7 +154,8 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, cons
 }
 
 // Decodes all rans chunks into `out`; returns the lowest chunk that is damaged, or their number.
-int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out) {
+int64_t decode_rans(const MovesRecord& record, const uint8_t* held, const uint32_t* down,
+                    uint8_t* out) {
   const std::vector<uint32_t> table = moves_decoder_table(record.frequencies);
   const int64_t value_bytes = dtype_bytes(record.dtype);
   return first_bad(record.chunks, 1, [&](int64_t c) {
@@ -170,7 +171,8 @@ int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out
     const int64_t words = (bytes - static_cast<int64_t>(sizeof states)) / 2;
     const uint16_t* first = reinterpret_cast<const uint16_t*>(chunk + sizeof states);
     const int64_t read = kernels().rans_decode[record.dtype](
-        held + at, count, record.base_exponent, table.data(), states, first, words, out + at);
+        held + at, down + c * kRansChunk / 32, count, record.base_exponent, table.data(), states,
+        first, words, out + at);
     // Less than 16 bytes of padding are left, and every state is back where encoding began.
     bool fine = read >= 0 && words - read < 8;
     for (int64_t w = read; fine && w < words; ++w)
@@ -180,7 +182,17 @@ int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out
   });
 }
 
-MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dtype, int coder) {
+// `held` becomes `now`, in all threads.
+void keep(uint8_t* held, const uint8_t* now, int64_t numel, int dtype, uint32_t* down) {
+  const int64_t value_bytes = dtype_bytes(dtype);
+  for_each_chunk(numel, kRansChunk, [&](int64_t, int64_t begin, int64_t end) {
+    kernels().moves_keep[dtype](held + begin * value_bytes, now + begin * value_bytes, end - begin,
+                                down + begin / 32);
+  });
+}
+
+MovesFault decode(const Tensor& held, const Tensor& down, const uint8_t* body, int64_t bytes,
+                  int dtype, int coder) {
   MovesRecord record = {};
   record.coder = coder;
   record.dtype = dtype;
@@ -189,23 +201,23 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
   if (fault.field != kFieldFine) return fault;
   if (read_at<uint32_t>(body) != body_checksum(body, bytes)) return {kFieldChecksum, 0};
   uint8_t* numbers = static_cast<uint8_t*>(held.mutable_data_ptr());
-  const int64_t value_bytes = dtype_bytes(dtype);
+  uint32_t* signs = static_cast<uint32_t*>(down.mutable_data_ptr());
   if (coder == kMovesRaw) {
-    copy_bytes(numbers, record.data, record.numel * value_bytes);
+    keep(numbers, record.data, record.numel, dtype, signs);
     return {};
   }
   // Whether a chunk is whole shows only at its end, and what is held may not change before.
   const Tensor scratch = torch::stable::new_empty(held, {held.numel()});
   uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
-  const int64_t damaged = decode_rans(record, numbers, decoded);
+  const int64_t damaged = decode_rans(record, numbers, signs, decoded);
   if (damaged < record.chunks) return {kFieldChunk, damaged};
-  copy_bytes(numbers, decoded, record.numel * value_bytes);
+  keep(numbers, decoded, record.numel, dtype, signs);
   return {};
 }
 
 // Of each record the field that is wrong and where, or zeros; what is held has changed only then.
-Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
-                        const std::vector<int64_t>& coders) {
+Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tensor>& down,
+                        const std::vector<Tensor>& records, const std::vector<int64_t>& coders) {
   const int dtype = dtype_code(held[0], "moves_decode_: held");
   Tensor result =
       torch::stable::new_empty(held[0], {2 * static_cast<int64_t>(held.size())}, ScalarType::Long);
@@ -217,7 +229,7 @@ Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tenso
   for (size_t i = 0; i < held.size(); ++i) {
     const uint8_t* record = static_cast<const uint8_t*>(records[i].const_data_ptr());
     const MovesFault fault =
-        decode(held[i], record + kMovesBodyAt, records[i].numel() - kMovesBodyAt, dtype,
+        decode(held[i], down[i], record + kMovesBodyAt, records[i].numel() - kMovesBodyAt, dtype,
                static_cast<int>(coders[i]));
     *statuses++ = fault.field;
     *statuses++ = fault.where;
@@ -225,13 +237,22 @@ Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tenso
   return result;
 }
 
+void moves_keep_cpu(const Tensor& held, const Tensor& now, const Tensor& down) {
+  keep(static_cast<uint8_t*>(held.mutable_data_ptr()),
+       static_cast<const uint8_t*>(now.const_data_ptr()), now.numel(),
+       dtype_code(now, "moves_keep_: new"), static_cast<uint32_t*>(down.mutable_data_ptr()));
+}
+
 }  // namespace
 }  // namespace megatron_sparse
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def("moves_room(int numel, int dtype) -> int");
-  m.def("moves_encode(Tensor old, Tensor new, int step, Tensor(a!) out) -> Tensor");
-  m.def("moves_decode_(Tensor(a!)[] held, Tensor[] records, int[] coders) -> Tensor");
+  m.def("moves_encode(Tensor old, Tensor new, Tensor down, int step, Tensor(a!) out) -> Tensor");
+  m.def(
+      "moves_decode_(Tensor(a!)[] held, Tensor(b!)[] down, Tensor[] records, int[] coders) "
+      "-> Tensor");
+  m.def("moves_keep_(Tensor(a!) held, Tensor new, Tensor(b!) down) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {
@@ -241,4 +262,5 @@ STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
   m.impl("moves_encode", TORCH_BOX(&megatron_sparse::moves_encode_cpu));
   m.impl("moves_decode_", TORCH_BOX(&megatron_sparse::moves_decode_cpu));
+  m.impl("moves_keep_", TORCH_BOX(&megatron_sparse::moves_keep_cpu));
 }

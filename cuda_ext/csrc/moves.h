@@ -80,6 +80,11 @@ inline int64_t moves_room_bytes(int64_t numel, int64_t dtype) {
          pad16(kContexts * (1 + 2 * kMaxSymbols));
 }
 
+// The sign of a number in the lower bits; see docs/parameters.md, "Mirrored numbers".
+MS_INLINE constexpr int sign_bit(int dtype) {
+  return dtype == kFp32 ? 31 : 15;
+}
+
 MS_INLINE constexpr uint32_t mix_word(uint32_t word, uint32_t position) {
   uint32_t mixed = (word ^ position * 0x9e3779b9u) * 0x85ebca6bu;
   return (mixed ^ mixed >> 15) * 0xc2b2ae35u;

@@ -40,7 +40,7 @@ __device__ __forceinline__ MovesFaultKey fault_key(MovesCheck check, int64_t whe
 }
 
 // The decoder's tables of rans: symbols by context and slot, and of each symbol
-// raw bits << 25 | start << 13 | frequency, and its least move.
+// raw bits << 25 | start << 13 | frequency, and its move without raw bits.
 struct RansDecoder {
   uint8_t symbols[kContexts][kScale];
   uint2 entries[kTableEntries];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void report_fault(MovesFaultKey* fault, MovesCheck ch
 
 __device__ __forceinline__ uint2 symbol_entry(uint32_t symbol, uint32_t start, uint32_t frequency) {
   const uint32_t bits = raw_bits_of(symbol);
-  return {bits << 25 | start << 13 | frequency, bits == 0 ? symbol : (2 | (symbol & 1)) << bits};
+  return {bits << 25 | start << 13 | frequency, bits == 0 ? symbol : 2u << bits | (symbol & 1)};
 }
 
 // One context of the frequency table, in shared memory.

@@ -10,6 +10,41 @@ namespace megatron_sparse {
 namespace {
 
 constexpr int kCopyThreads = 256;
+constexpr int kCopiedWords = 4;  // of `down`, by a warp at once
+
+// `held` becomes `now`; bits of `down` are set for numbers that fall, cleared for those that rise.
+// Called by whole warps.
+template <int D>
+__device__ __forceinline__ void keep_numbers(MovesRaw<D>* held, const MovesRaw<D>* now,
+                                             int64_t numel, uint32_t* down) {
+  constexpr int kNumbers = 32 * kCopiedWords;
+  const int lane = threadIdx.x % 32;
+  for (int64_t first = first_item() / 32 * kNumbers; first < numel;
+       first += item_stride() / 32 * kNumbers) {
+    MovesRaw<D> was[kCopiedWords], is[kCopiedWords];
+#pragma unroll
+    for (int w = 0; w < kCopiedWords; ++w) {
+      const int64_t i = first + 32 * w + lane;
+      was[w] = i < numel ? held[i] : 0;
+      is[w] = i < numel ? now[i] : 0;
+    }
+#pragma unroll
+    for (int w = 0; w < kCopiedWords; ++w) {
+      const int64_t i = first + 32 * w + lane;
+      const uint32_t old_order = ordered_high<D>(was[w]), new_order = ordered_high<D>(is[w]);
+      const unsigned rose = __ballot_sync(kAllLanes, new_order > old_order);
+      const unsigned fell = __ballot_sync(kAllLanes, new_order < old_order);
+      if (i < numel) held[i] = is[w];
+      if (i < numel && lane == 0) down[i / 32] = (down[i / 32] & ~rose) | fell;
+    }
+  }
+}
+
+template <int D>
+__global__ void __launch_bounds__(kCopyThreads) moves_keep_kernel(MovesKeepArguments call) {
+  keep_numbers<D>(static_cast<MovesRaw<D>*>(call.held), static_cast<const MovesRaw<D>*>(call.now),
+                  call.numel, call.down);
+}
 
 // Puts raw or decoded numbers in the place of those that are held, if nothing is wrong.
 template <int D>
@@ -22,17 +57,12 @@ __global__ void __launch_bounds__(kCopyThreads)
   if (work.found->fault != 0 || work.found->damaged != 0) return;
   const Raw* from = static_cast<const Raw*>(call.coder == kMovesRaw ? sections_of_moves(call).data
                                                                     : work.decoded);
-  Raw* held = static_cast<Raw*>(call.held);
-  int64_t done = 0;  // the binding and the workspace align `from`
-  if (reinterpret_cast<uintptr_t>(held) % 16 == 0) {
-    constexpr int kItems = 16 / sizeof(Raw);
-    const int64_t vectors = call.numel / kItems;
-    for (int64_t v = first_item(); v < vectors; v += item_stride()) {
-      reinterpret_cast<uint4*>(held)[v] = reinterpret_cast<const uint4*>(from)[v];
-    }
-    done = vectors * kItems;
-  }
-  for (int64_t i = done + first_item(); i < call.numel; i += item_stride()) held[i] = from[i];
+  keep_numbers<D>(static_cast<Raw*>(call.held), from, call.numel, call.down);
+}
+
+// Threads that copy so many numbers.
+int64_t copied_items(int64_t numel) {
+  return numel / kCopiedWords + 1;
 }
 
 // A row of at most `blocks` for each record; all rows together have `most`, but one a row at least.
@@ -90,10 +120,10 @@ void launch_batch(const MovesBatch& batch, int count, cudaStream_t stream) {
                          rans_shared_bytes(kDecodeWarps));
     cudaLaunchKernelEx(&decodes, moves_rans_decode_kernel<D>, batch);
   }
-  const int64_t vectors = most_numbers * int64_t{sizeof(MovesRaw<D>)} / 16 + 1;
-  const cudaLaunchConfig_t items = rows_of(count, (vectors + kCopyThreads - 1) / kCopyThreads,
-                                           resident * 8, kCopyThreads, stream);
-  cudaLaunchKernelEx(&items, moves_copy_kernel<D>, batch);
+  const int64_t items = copied_items(most_numbers);
+  const cudaLaunchConfig_t copies =
+      rows_of(count, (items + kCopyThreads - 1) / kCopyThreads, resident * 8, kCopyThreads, stream);
+  cudaLaunchKernelEx(&copies, moves_copy_kernel<D>, batch);
 }
 
 }  // namespace
@@ -119,6 +149,14 @@ void launch_moves_decode(const MovesDecodeArguments* calls, int64_t count, void*
     with_constant<kFp32, kBf16, kFp16>(
         calls[0].dtype, [&](auto dtype) { launch_batch<dtype.value>(batch, here, stream); });
   }
+}
+
+void launch_moves_keep(const MovesKeepArguments& call, void* stream_pointer) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
+  const cudaLaunchConfig_t copies = grid_of_items(copied_items(call.numel), kCopyThreads, stream);
+  with_constant<kFp32, kBf16, kFp16>(call.dtype, [&](auto dtype) {
+    cudaLaunchKernelEx(&copies, moves_keep_kernel<dtype.value>, call);
+  });
 }
 
 }  // namespace megatron_sparse

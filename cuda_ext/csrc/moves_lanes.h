@@ -22,17 +22,39 @@ MS_INLINE VectorLanes::U unordered(VectorLanes::U integers) {
   return integers ^ (~positive | 0x80000000u);
 }
 
-// Moves 0, -1, 1, -2, ... of numbers of dtype D become 0, 1, 2, 3, ... Numbers of 16 bits are
-// zero-extended; in the upper halves the arithmetic of 32 bits wraps as that of 16 bits does.
+// The same of numbers of dtype D; those of 16 bits are zero-extended and end up in the upper half.
+template <int D>
+MS_INLINE VectorLanes::U order(VectorLanes::U bits) {
+  return D == kFp32 ? ordered(bits) : ordered(bits << 16) & 0xffff0000u;
+}
+
+// Moves 0, -1, 1, -2, ... of numbers of dtype D become 0, 1, 2, 3, ... In the upper
+// halves the arithmetic of 32 bits wraps as that of 16 bits does.
 template <int D>
 MS_INLINE VectorLanes::U zigzag(VectorLanes::U old_bits, VectorLanes::U new_bits) {
   using U = VectorLanes::U;
-  const auto integer = [](U bits) {
-    return D == kFp32 ? ordered(bits) : ordered(bits << 16) & 0xffff0000u;
-  };
-  const U move = integer(new_bits) - integer(old_bits);
+  const U move = order<D>(new_bits) - order<D>(old_bits);
   const U sign = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(move) >> 31);
   return D == kFp32 ? (move + move) ^ sign : (move >> 15 & 0xffffu) ^ (sign & 0xffffu);
+}
+
+// `yes` in the lanes of the mask.
+MS_INLINE VectorLanes::U blend(uint32_t mask, VectorLanes::U yes, VectorLanes::U no) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VectorLanes::U>(_mm512_mask_mov_epi32(
+      reinterpret_cast<__m512i>(no), static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(yes)));
+#else
+  return VectorLanes::select(lanes_of(mask), yes, no);
+#endif
+}
+
+// The signs of those numbers from `at` on that are mirrored: their bits of `down` are set. `at` is
+// a multiple of MS_WIDTH.
+template <int D>
+MS_INLINE VectorLanes::U mirror(const uint32_t* down, int64_t at) {
+  constexpr uint32_t kSign = uint32_t{1} << sign_bit(D);
+  const uint32_t mask = down[at / 32] >> at % 32 & kAllLanes;
+  return blend(mask, VectorLanes::U{} + kSign, VectorLanes::U{});
 }
 
 template <int D>
@@ -63,28 +85,23 @@ struct MoveSymbols {
   VectorLanes::U symbol, raw_bits, raw;
 };
 
-// The symbols of moves in zigzag order: themselves below 16, then two for each power of two.
+// The symbols of moves in zigzag order: themselves below 16, then two for each power of two, one
+// for each sign.
 template <int D>
 MS_INLINE MoveSymbols symbols_of_moves(VectorLanes::U z) {
   using L = VectorLanes;
   using U = L::U;
   const L::M direct = reinterpret_cast<L::M>(z >> 4) == 0;
+  const U magnitude = z >> 1, one = U{} + 1u;
+  // The bit below the highest is cleared, so that the conversion cannot round up to the next power
+  // of two.
+  const U exact = D == kFp32 ? magnitude & ~(magnitude >> 1) : magnitude;
+  // The exponent and the sign are the symbol, but for a constant.
+  const U top = (L::as_bits(L::to_float(exact)) >> 22 & ~1u) | (z & 1u);
   MoveSymbols all;
-  if constexpr (D == kFp32) {
-    // The bit below the highest is cleared, so that the conversion cannot round up to the next
-    // power of two; halved, the numbers fit signed integers.
-    const U exact = (z & ~(z >> 1)) >> 1;
-    const U log2 = (L::as_bits(L::to_float(exact)) >> 23) - 126u;
-    all.raw_bits = L::select(direct, U{}, log2 - 1u);
-    all.symbol = L::select(direct, z, all.raw_bits * 2u + 8u + (z >> all.raw_bits));
-  } else {
-    // Exponent and first bit of the mantissa are the symbol, but for a constant.
-    const U top = L::as_bits(L::to_float(z)) >> 22;
-    all.symbol = L::select(direct, z, top - 246u);
-    all.raw_bits = L::select(direct, U{}, (all.symbol >> 1) - 5u);
-  }
-  const U one = U{} + 1u;
-  all.raw = z & ((one << all.raw_bits) - 1u);
+  all.symbol = L::select(direct, z, top - 244u);
+  all.raw_bits = L::select(direct, U{}, (all.symbol >> 1) - 5u);
+  all.raw = magnitude & ((one << all.raw_bits) - 1u);
   return all;
 }
 

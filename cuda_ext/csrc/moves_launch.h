@@ -9,8 +9,9 @@
 namespace megatron_sparse {
 
 struct MovesEncodeArguments {
-  const void* old;  // [numel]
-  const void* now;  // [numel]
+  const void* old;       // [numel]
+  const void* now;       // [numel]
+  const uint32_t* down;  // a bit for each number: whether its last move was down
   int64_t numel;
   int dtype;
   uint32_t step;
@@ -26,7 +27,8 @@ void launch_moves_encode(const MovesEncodeArguments& arguments, void* stream);
 
 // One record; those of a call have the same dtype.
 struct MovesDecodeArguments {
-  void* held;  // [numel]; changed only if nothing is wrong
+  void* held;      // [numel]; changed only if nothing is wrong
+  uint32_t* down;  // of the sender's numbers; changed with them
   int64_t numel;
   int dtype;
   int coder;            // of the header
@@ -41,5 +43,17 @@ int64_t moves_decode_workspace_bytes(const MovesDecodeArguments* calls, int64_t 
 // For each 32 records one memset and 3 launches, 2 if all are raw.
 void launch_moves_decode(const MovesDecodeArguments* calls, int64_t count, void* workspace,
                          void* stream);
+
+// `held` becomes `now`. A number's bit of `down` is set if it falls, cleared if it rises.
+struct MovesKeepArguments {
+  void* held;       // [numel]
+  const void* now;  // [numel]
+  int64_t numel;
+  int dtype;
+  uint32_t* down;
+};
+
+// One launch.
+void launch_moves_keep(const MovesKeepArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

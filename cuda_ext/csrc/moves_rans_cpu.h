@@ -35,16 +35,6 @@ MS_INLINE uint32_t lanes_at_least(VectorLanes::U a, VectorLanes::U b) {
 #endif
 }
 
-// `yes` in the lanes of the mask.
-MS_INLINE VectorLanes::U blend(uint32_t mask, VectorLanes::U yes, VectorLanes::U no) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<VectorLanes::U>(_mm512_mask_mov_epi32(
-      reinterpret_cast<__m512i>(no), static_cast<__mmask16>(mask), reinterpret_cast<__m512i>(yes)));
-#else
-  return VectorLanes::select(lanes_of(mask), yes, no);
-#endif
-}
-
 MS_INLINE bool any_lane(VectorLanes::U u) {
   return lanes_with(u, ~0u) != 0;
 }
@@ -52,8 +42,8 @@ MS_INLINE bool any_lane(VectorLanes::U u) {
 // Adds the occurrences of each (context, symbol) in every `stride`th block of a chunk to
 // counts[context * kMaxSymbols + symbol].
 template <int D>
-void moves_count(const void* old, const void* now, int64_t numel, uint32_t base, int stride,
-                 uint64_t* counts) {
+void moves_count(const void* old, const void* now, const uint32_t* down, int64_t numel,
+                 uint32_t base, int stride, uint64_t* counts) {
   using U = VectorLanes::U;
   constexpr int kBlock = kCountBlock, kCopies = 8;
   static_assert(kRansChunk / kCopies < 65536, "a chunk cannot overflow a copy");
@@ -63,8 +53,9 @@ void moves_count(const void* old, const void* now, int64_t numel, uint32_t base,
   for (int64_t begin = 0; begin < numel; begin += kBlock * stride) {
     const int64_t count = numel - begin < kBlock ? numel - begin : kBlock;
     for (int64_t i = 0; i < count; i += MS_WIDTH) {
-      const U was = load_until<D>(old, begin + i, numel);
-      const U z = zigzag<D>(was, load_until<D>(now, begin + i, numel));
+      const U mirrored = mirror<D>(down, begin + i);
+      const U was = load_until<D>(old, begin + i, numel) ^ mirrored;
+      const U z = zigzag<D>(was, load_until<D>(now, begin + i, numel) ^ mirrored);
       const U symbol = symbols_of_moves<D>(z).symbol;
       store_raw<kBf16>(keys, i, context_of<D>(was, base) * uint32_t{kMaxSymbols} + symbol);
     }
@@ -127,8 +118,8 @@ MS_INLINE VectorLanes::U push_symbol(VectorLanes::U state, VectorLanes::U start,
 // entries. Writes the states from which decoding begins; returns where the words begin. May write a
 // vector below that.
 template <int D>
-uint16_t* rans_encode(const void* old, const void* now, int64_t numel, uint32_t base,
-                      const uint32_t* table, uint32_t* states, uint16_t* end) {
+uint16_t* rans_encode(const void* old, const void* now, const uint32_t* down, int64_t numel,
+                      uint32_t base, const uint32_t* table, uint32_t* states, uint16_t* end) {
   using U = VectorLanes::U;
   uint16_t* words = end;
   U state[kVectors];
@@ -140,8 +131,10 @@ uint16_t* rans_encode(const void* old, const void* now, int64_t numel, uint32_t 
     U any = {};
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = begin + v * MS_WIDTH;
-      const U was = load_until<D>(old, at, numel);
-      const MoveSymbols all = symbols_of_moves<D>(zigzag<D>(was, load_until<D>(now, at, numel)));
+      const U mirrored = mirror<D>(down, at);
+      const U was = load_until<D>(old, at, numel) ^ mirrored;
+      const U is = load_until<D>(now, at, numel) ^ mirrored;
+      const MoveSymbols all = symbols_of_moves<D>(zigzag<D>(was, is));
       entry[v] = gather(table, context_of<D>(was, base) * uint32_t{kMaxSymbols} + all.symbol);
       bits[v] = all.raw_bits;
       raw[v] = all.raw;
@@ -189,16 +182,18 @@ MS_INLINE VectorLanes::U refill(VectorLanes::U state, const uint16_t*& words) {
 
 // 32 numbers from `begin` on; reads up to kStepWords + MS_WIDTH words.
 template <int D, bool WHOLE>
-MS_INLINE const uint16_t* decode_step(const void* old, int64_t begin, int64_t numel, uint32_t base,
-                                      const uint32_t* table, VectorLanes::U (&state)[kVectors],
-                                      const uint16_t* words, void* out) {
+MS_INLINE const uint16_t* decode_step(const void* old, const uint32_t* down, int64_t begin,
+                                      int64_t numel, uint32_t base, const uint32_t* table,
+                                      VectorLanes::U (&state)[kVectors], const uint16_t* words,
+                                      void* out) {
   using L = VectorLanes;
   using U = L::U;
-  U was[kVectors], z[kVectors], bits[kVectors];
+  U mirrored[kVectors], was[kVectors], z[kVectors], bits[kVectors];
   U any = {};
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = begin + v * MS_WIDTH;
-    was[v] = WHOLE ? load_raw<D>(old, at) : load_until<D>(old, at, numel);
+    mirrored[v] = mirror<D>(down, at);
+    was[v] = (WHOLE ? load_raw<D>(old, at) : load_until<D>(old, at, numel)) ^ mirrored[v];
     const U slot = state[v] & (kScale - 1);
     U entry = gather(table, (context_of<D>(was[v], base) << kScaleBits) + slot);
     if constexpr (!WHOLE) {
@@ -233,12 +228,13 @@ MS_INLINE const uint16_t* decode_step(const void* old, int64_t begin, int64_t nu
     }
     for (int v = 0; v < kVectors; ++v) {
       const L::M direct = reinterpret_cast<L::M>(bits[v]) == 0;
-      z[v] = L::select(direct, z[v], (((z[v] & 1u) | 2u) << bits[v]) + raw[v]);
+      const U magnitude = (one << bits[v]) | raw[v];
+      z[v] = L::select(direct, z[v], magnitude << 1 | (z[v] & 1u));
     }
   }
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = begin + v * MS_WIDTH;
-    const U moved = apply_move<D>(was[v], z[v]);
+    const U moved = apply_move<D>(was[v], z[v]) ^ mirrored[v];
     if constexpr (WHOLE) {
       store_raw<D>(out, at, moved);
     } else {
@@ -251,8 +247,9 @@ MS_INLINE const uint16_t* decode_step(const void* old, int64_t begin, int64_t nu
 // Decodes a chunk; `table` is [context][kScale] of decoder entries. The states become the last
 // ones. Returns how many words were read, or -1 where the chunk needs more than there are.
 template <int D>
-int64_t rans_decode(const void* old, int64_t numel, uint32_t base, const uint32_t* table,
-                    uint32_t* states, const uint16_t* words, int64_t word_count, void* out) {
+int64_t rans_decode(const void* old, const uint32_t* down, int64_t numel, uint32_t base,
+                    const uint32_t* table, uint32_t* states, const uint16_t* words,
+                    int64_t word_count, void* out) {
   using U = VectorLanes::U;
   U state[kVectors];
   for (int v = 0; v < kVectors; ++v) state[v] = load_raw<kFp32>(states, v * MS_WIDTH);
@@ -262,7 +259,7 @@ int64_t rans_decode(const void* old, int64_t numel, uint32_t base, const uint32_
   if (word_count >= kStepWords + MS_WIDTH) {
     const uint16_t* fast_end = words + word_count - (kStepWords + MS_WIDTH);
     for (; i < whole && at <= fast_end; i += kStates) {
-      at = decode_step<D, true>(old, i, numel, base, table, state, at, out);
+      at = decode_step<D, true>(old, down, i, numel, base, table, state, at, out);
     }
   }
   // The last words, with zeros behind them, so that a damaged chunk reads no other memory.
@@ -272,12 +269,31 @@ int64_t rans_decode(const void* old, int64_t numel, uint32_t base, const uint32_
   std::memcpy(room, at, 2 * left);
   const uint16_t* last = room;
   for (; i < numel; i += kStates) {
-    last = i < whole ? decode_step<D, true>(old, i, numel, base, table, state, last, out)
-                     : decode_step<D, false>(old, i, numel, base, table, state, last, out);
+    last = i < whole ? decode_step<D, true>(old, down, i, numel, base, table, state, last, out)
+                     : decode_step<D, false>(old, down, i, numel, base, table, state, last, out);
     if (last - room > left) return -1;
   }
   for (int v = 0; v < kVectors; ++v) store_raw<kFp32>(states, v * MS_WIDTH, state[v]);
   return read + (last - room);
+}
+
+// `held` becomes `now`. A number's bit of `down` is set if it falls, cleared if it rises.
+template <int D>
+void moves_keep(void* held, const void* now, int64_t numel, uint32_t* down) {
+  using U = VectorLanes::U;
+  for (int64_t begin = 0; begin < numel; begin += kStates) {
+    uint32_t rose = 0, fell = 0;
+    for (int part = 0; part < kStates; part += MS_WIDTH) {
+      const int64_t at = begin + part;
+      const U is = load_until<D>(now, at, numel);
+      const U was_order = order<D>(load_until<D>(held, at, numel)), is_order = order<D>(is);
+      rose |= (~lanes_at_least(was_order, is_order) & kAllLanes) << part;
+      fell |= (~lanes_at_least(is_order, was_order) & kAllLanes) << part;
+      store_until<D>(held, at, numel, is);
+    }
+    uint32_t& word = down[begin / 32];
+    word = (word & ~rose) | fell;
+  }
 }
 
 // The sum of the mixed words, the first of which has the number `first`.
@@ -302,6 +318,7 @@ constexpr void fill_moves(Kernels& kernels) {
   kernels.moves_count[D] = moves_count<D>;
   kernels.rans_encode[D] = rans_encode<D>;
   kernels.rans_decode[D] = rans_decode<D>;
+  kernels.moves_keep[D] = moves_keep<D>;
 }
 
 }  // namespace MS_ISA

@@ -90,16 +90,16 @@ __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words
     state >>= high;
     words.refill(state);
   }
-  return entry.y + raw;
+  return entry.y + 2 * raw;
 }
 
 // Decodes a chunk into `out`; whether it ends as it must, the same in all
 // lanes.
 template <int D>
-__device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64_t count,
-                                                  uint32_t base, const RansDecoder& tables,
-                                                  const uint8_t* chunk, int64_t bytes,
-                                                  uint16_t* ring, MovesRaw<D>* out) {
+__device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, const uint32_t* down,
+                                                  int64_t count, uint32_t base,
+                                                  const RansDecoder& tables, const uint8_t* chunk,
+                                                  int64_t bytes, uint16_t* ring, MovesRaw<D>* out) {
   const int lane = threadIdx.x % 32, numbers = static_cast<int>(count);
   uint32_t state = reinterpret_cast<const uint32_t*>(chunk)[lane];
   const uint8_t* first = chunk + 4 * kStates;
@@ -109,40 +109,47 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
   words.store_ahead();
   constexpr int kGroup = 32 * kDecodedSteps<D>;
   const int whole = numbers / kGroup * kGroup;
-  uint32_t next[kDecodedSteps<D>];
+  uint32_t next[kDecodedSteps<D>], next_down[kDecodedSteps<D>];
   const auto load = [&](int first) {
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps<D>; ++s) next[s] = held[first + 32 * s + lane];
+    for (int s = 0; s < kDecodedSteps<D>; ++s) {
+      next_down[s] = down[first / 32 + s];
+      next[s] = mirrored<D>(held[first + 32 * s + lane], next_down[s], lane);
+    }
   };
   const auto next_z = [&](uint32_t was, bool active) {
     return next_move<D>(state, words, context_of<D>(was, base), active, tables);
   };
   if (whole > 0) load(0);
   for (int first = 0; first < whole; first += kGroup) {
-    uint32_t was[kDecodedSteps<D>];
+    uint32_t was[kDecodedSteps<D>], signs[kDecodedSteps<D>];
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps<D>; ++s) was[s] = next[s];
+    for (int s = 0; s < kDecodedSteps<D>; ++s) was[s] = next[s], signs[s] = next_down[s];
     if (first + kGroup < whole) load(first + kGroup);
     words.fill();
 #pragma unroll
     for (int s = 0; s < kDecodedSteps<D>; s += 2) {
       MovesRaw<D>* to = out + first + 32 * s + lane;
       const uint32_t z = next_z(was[s], true), other = next_z(was[s + 1], true);
+      uint32_t now[2];
       if constexpr (D == kFp32) {
-        to[0] = moved_by<D>(was[s], z);
-        to[32] = moved_by<D>(was[s + 1], other);
+        now[0] = moved_by<D>(was[s], z);
+        now[1] = moved_by<D>(was[s + 1], other);
       } else {
-        const uint32_t now = moved_pair(was[s] | was[s + 1] << 16, z | other << 16);
-        to[0] = static_cast<MovesRaw<D>>(now);
-        to[32] = static_cast<MovesRaw<D>>(now >> 16);
+        const uint32_t pair = moved_pair(was[s] | was[s + 1] << 16, z | other << 16);
+        now[0] = pair & 0xffffu;
+        now[1] = pair >> 16;
       }
+      to[0] = static_cast<MovesRaw<D>>(mirrored<D>(now[0], signs[s], lane));
+      to[32] = static_cast<MovesRaw<D>>(mirrored<D>(now[1], signs[s + 1], lane));
     }
   }
   for (int i = whole + lane; i - lane < numbers; i += 32) {
     const bool active = i < numbers;
     words.fill();
-    const uint32_t held_i = active ? held[i] : 0, z = next_z(held_i, active);
-    if (active) out[i] = static_cast<MovesRaw<D>>(moved_by<D>(held_i, z));
+    const uint32_t signs = active ? down[i / 32] : 0;
+    const uint32_t was = active ? mirrored<D>(held[i], signs, lane) : 0, z = next_z(was, active);
+    if (active) out[i] = static_cast<MovesRaw<D>>(mirrored<D>(moved_by<D>(was, z), signs, lane));
   }
   // Less than 16 bytes of padding are left, and every state is back where
   // encoding began.
@@ -179,6 +186,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int64_t raw = pad16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
     const uint8_t* chunk = s.data + int64_t{s.offsets[c]} * 16;
     const Raw* held = static_cast<const Raw*>(call.held) + c * kRansChunk;
+    const uint32_t* down = call.down + c * kRansChunk / 32;
     Raw* out = static_cast<Raw*>(work.decoded) + c * kRansChunk;
     if (bytes == raw) {
       for (int64_t i = lane; i < count; i += 32) {
@@ -186,7 +194,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
       }
       continue;
     }
-    const bool fine = decode_rans_chunk<D>(held, count, s.base, tables, chunk, bytes, ring, out);
+    const bool fine =
+        decode_rans_chunk<D>(held, down, count, s.base, tables, chunk, bytes, ring, out);
     if (!fine && lane == 0) report_fault(&work.found->damaged, MovesCheck::kChunk, c);
   }
 }

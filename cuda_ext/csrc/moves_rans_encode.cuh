@@ -20,13 +20,14 @@ struct StepNumbers {
   uint32_t was[kRansSteps], is[kRansSteps];
 
   // The steps from number `first` on, all of which are there.
-  __device__ __forceinline__ void load(const MovesRaw<D>* old, const MovesRaw<D>* now, int first) {
-    const MovesRaw<D>* lane_old = old + first + threadIdx.x % 32;
-    const MovesRaw<D>* lane_now = now + first + threadIdx.x % 32;
+  __device__ __forceinline__ void load(const MovesRaw<D>* old, const MovesRaw<D>* now,
+                                       const uint32_t* down, int first) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int s = 0; s < kRansSteps; ++s) {
-      was[s] = lane_old[32 * s];
-      is[s] = lane_now[32 * s];
+      const uint32_t signs = down[first / 32 + s];
+      was[s] = mirrored<D>(old[first + 32 * s + lane], signs, lane);
+      is[s] = mirrored<D>(now[first + 32 * s + lane], signs, lane);
     }
   }
 };
@@ -59,7 +60,7 @@ __device__ __forceinline__ void push_move(uint32_t& state, WordWriter& words, ui
   const uint32_t symbol = symbol_of(z, bits);
   const uint2 entry = entries[context_of<D>(was, base) * kMaxSymbols + symbol];
   if (__any_sync(kAllLanes, bits != 0)) {
-    const uint32_t raw = z & ((1u << bits) - 1);
+    const uint32_t raw = z >> 1 & ((1u << bits) - 1);
     const uint32_t low = D == kFp32 ? min(bits, 16u) : bits;
     if (D == kFp32) words.push_raw(state, bits - low, raw >> low);
     words.push_raw(state, low, raw & ((1u << low) - 1));
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     const int count = static_cast<int>(numbers_in_chunk(call.numel, chunk));
     const Raw* old = static_cast<const Raw*>(call.old) + chunk * kRansChunk;
     const Raw* now = static_cast<const Raw*>(call.now) + chunk * kRansChunk;
+    const uint32_t* down = call.down + chunk * kRansChunk / 32;
     // With more words the chunk is no shorter than its raw numbers.
     const int raw_bytes = static_cast<int>(pad16(count * sizeof(Raw)));
     const int most = (raw_bytes - 4 * kStates) / 2;
@@ -118,16 +120,17 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     constexpr int kGroup = 32 * kRansSteps;
     const int whole = count / kGroup * kGroup;
     StepNumbers<D> next;
-    if (whole > 0) next.load(old, now, whole - kGroup);
+    if (whole > 0) next.load(old, now, down, whole - kGroup);
     for (int first = (count - 1) / 32 * 32; first >= whole && words.first >= room; first -= 32) {
       const int i = first + lane;
       const bool active = i < count;
-      const uint32_t was = active ? old[i] : 0, is = active ? now[i] : 0;
+      const uint32_t was = active ? mirrored<D>(old[i], down[first / 32], lane) : 0;
+      const uint32_t is = active ? mirrored<D>(now[i], down[first / 32], lane) : 0;
       push_move<D>(state, words, was, zigzag_of<D>(was, is), active, base, entries);
     }
     for (int first = whole - kGroup; first >= 0 && words.first >= room; first -= kGroup) {
       const StepNumbers<D> own = next;
-      if (first > 0) next.load(old, now, first - kGroup);
+      if (first > 0) next.load(old, now, down, first - kGroup);
       push_steps<D>(state, words, own, base, entries);
     }
     work.states[chunk * kStates + lane] = state;

@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(kBaseThreads)
   work.tables->base = static_cast<uint32_t>(max(top - (kContexts - 1), 0));
 }
 
-// The symbol of a move, and how many raw bits follow it.
+// The symbol of a move, and how many raw bits follow it: the lowest ones of z >> 1.
 __device__ __forceinline__ uint32_t symbol_of(uint32_t z, uint32_t& raw_bits) {
   raw_bits = z < kDirect ? 0 : 30 - static_cast<uint32_t>(__clz(static_cast<int>(z)));
-  return z < kDirect ? z : 2 * raw_bits + 8 + (z >> raw_bits);
+  return z < kDirect ? z : 2 * raw_bits + 10 + (z & 1);
 }
 
 // Counts the symbols of each context in every `stride`th block of kCountBlock numbers.
@@ -90,8 +90,9 @@ __global__ void __launch_bounds__(kCountThreads, 8)
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int64_t i = begin + j * kCountThreads + threadIdx.x;
-      was[j] = i < call.numel ? old[i] : 0;
-      is[j] = i < call.numel ? now[i] : 0;
+      const uint32_t down = i < call.numel ? call.down[i / 32] : 0;
+      was[j] = i < call.numel ? mirrored<D>(old[i], down, i % 32) : 0;
+      is[j] = i < call.numel ? mirrored<D>(now[i], down, i % 32) : 0;
     }
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {

@@ -26,6 +26,12 @@ MS_INLINE uint32_t ordered_high(uint32_t bits) {
   return D == kFp32 ? flipped : flipped & 0xffff0000u;
 }
 
+// The number of a lane, mirrored if its bit of the word of `down` is set.
+template <int D>
+MS_INLINE uint32_t mirrored(uint32_t bits, uint32_t down, int lane) {
+  return bits ^ (down >> lane & 1u) << sign_bit(D);
+}
+
 // The move as 0, -1, 1, -2, ... -> 0, 1, 2, 3, ...
 template <int D>
 MS_INLINE uint32_t zigzag_of(uint32_t old_bits, uint32_t new_bits) {

@@ -32,6 +32,8 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import TURNS, VALUE_DTYPES
+from megatron_sparse.formats.moves import down_words
+from megatron_sparse.parameters.agreement import EXACT
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.pricing.shape import FP32_BYTES
@@ -165,15 +167,17 @@ def of_run(config: RunConfig) -> MemoryAccount:
     )
     memory = account(sparse, buckets, nodes, undo=undo)
     if sparse.parameters.method in COMPRESSED:
-        # A compressed gather of parameters keeps a copy of this rank's shard of each bucket.
-        shard_numel = sum(
-            bucket.numel // bucket.world_size
-            for bucket in buckets
-            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1
-        )
-        if shard_numel:
-            element_bytes = VALUE_DTYPES[config.training.precision].itemsize
-            memory.nbytes["parameters"] = shard_numel * element_bytes
+        # A compressed gather of parameters keeps a copy of this rank's shard of each bucket, an
+        # exact one also the directions of all shards.
+        element_bytes, kept_bytes = VALUE_DTYPES[config.training.precision].itemsize, 0
+        for bucket in buckets:
+            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1:
+                shard = bucket.numel // bucket.world_size
+                kept_bytes += shard * element_bytes
+                if sparse.parameters.method == EXACT:
+                    kept_bytes += 4 * bucket.world_size * down_words(shard)
+        if kept_bytes:
+            memory.nbytes["parameters"] = kept_bytes
     return memory
 
 

@@ -5,9 +5,13 @@ number: the difference of the old and the new bit pattern as ordered integers. N
 payloads and the sign of zero included. docs/parameters.md specifies the record, and has a table of
 bits by learning rate.
 
+A number mostly moves where it moved before, because Adam's momentum moves it. So all ranks note for
+each number whether its last move was *down*, in one bit: `down`, a 1-D int32 tensor of `down_words`
+words; bit i % 32 of word i // 32 is number i's. All bits are 0 at first.
+
 | coder | on the wire |
 |---|---|
-| rans | near the entropy of the moves given the old exponent |
+| rans | near the entropy of the moves given the old exponent and the direction of the last move |
 | raw | the new numbers, where rans would not be smaller |
 
 On a CPU the native part runs in torch's thread pool, on CUDA on the current stream. The bytes are
@@ -40,7 +44,14 @@ _FIELDS = (
 """What the decoder's status may blame; `MovesField` of `cuda_ext/csrc/moves_record.h`."""
 
 
-def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.Tensor:
+def down_words(numel: int) -> int:
+    """The int32 words of `down` for so many numbers."""
+    return -(-numel // 32)
+
+
+def encode_moves(
+    old: torch.Tensor, new: torch.Tensor, *, epoch: int, down: torch.Tensor | None = None
+) -> torch.Tensor:
     """Encodes the moves by which each number of `old` becomes that of `new`.
 
     The record is raw where "rans" would not be smaller; in a "rans" record each chunk may again be
@@ -51,6 +62,8 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
             elements to 2^34.
         new: of the same dtype, length and device; only read.
         epoch: a number that both sides know, such as the step; taken modulo 2^32.
+        down: the directions of the last moves, see the module; only read. None: all 0. The sender
+            notes the new ones by `keep_moves_`.
 
     Returns:
         A 1-D uint8 tensor on the same device, at most `most_bytes` long, a multiple of 16. Its
@@ -71,12 +84,48 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_device("encode_moves", "new", new)
     check_flat("encode_moves", "new", new, GRAD_DTYPES)
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
+    down = _checked_down("encode_moves", new, down)
     room_bytes = refusing(overload("moves_room"), new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
     # The record takes the first `size` bytes of `out`.
-    size = call("moves_encode", old, new, epoch % 2**32, out)
+    size = call("moves_encode", old, new, down, epoch % 2**32, out)
     # A copy: a view would keep all of `out` alive, which is as large as the numbers.
     return out[: int(size)].clone()
+
+
+def _checked_down(op: str, numbers: torch.Tensor, down: torch.Tensor | None) -> torch.Tensor:
+    """Refuses directions that do not fit `numbers`; zeros for None."""
+    words = down_words(numbers.numel())
+    if down is None:
+        return torch.zeros(words, dtype=torch.int32, device=numbers.device)
+    check_flat(op, "down", down, (torch.int32,), words, numbers.device)
+    return down
+
+
+def keep_moves_(held: torch.Tensor, new: torch.Tensor, down: torch.Tensor) -> None:
+    """Turns `held` into `new`, and notes in `down` which numbers fell and which rose.
+
+    A sender calls it when its record is with the others, who do the same when they decode. On CUDA
+    it only queues the work.
+
+    Args:
+        held: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU. Mutated.
+        new: of the same dtype, length and device; only read.
+        down: see the module. Mutated: bits of numbers that stay are as before.
+
+    Raises:
+        ExtensionError: the tensors do not fit.
+
+    Example:
+        >>> held, down = torch.ones(3), torch.zeros(1, dtype=torch.int32)
+        >>> keep_moves_(held, torch.tensor([1.0, 0.9, 1.1]), down)
+        >>> int(down[0])  # of the second number
+        2
+    """
+    check_device("keep_moves_", "held", held)
+    check_flat("keep_moves_", "held", held, GRAD_DTYPES)
+    check_flat("keep_moves_", "new", new, (held.dtype,), held.numel(), held.device)
+    call("moves_keep_", held, new, _checked_down("keep_moves_", held, down))
 
 
 def decode_moves_(
@@ -85,6 +134,7 @@ def decode_moves_(
     *,
     epoch: int,
     ranks: Sequence[int | None] | None = None,
+    down: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Applies each record's moves to the old numbers in `held`, which become the new ones in place.
 
@@ -98,6 +148,8 @@ def decode_moves_(
             of one dtype on the records' device; none overlaps another. Mutated.
         epoch: the senders'.
         ranks: the sender of each, for the error's text, if the caller knows it.
+        down: for each record the sender's `down` of `encode_moves`. Mutated, as by `keep_moves_`.
+            None: all 0.
 
     Raises:
         WireFormatError: a record is damaged, truncated, of another epoch, dtype or length; names
@@ -108,7 +160,9 @@ def decode_moves_(
     if ranks is None:
         ranks = [None] * len(records)
     coders = waiting_for(coders_of(records, held, epoch=epoch, ranks=ranks))
-    waiting_for(check_applied(apply_moves_(records, held, coders), ranks))
+    if down is None:
+        down = [_checked_down("decode_moves_", numbers, None) for numbers in held]
+    waiting_for(check_applied(apply_moves_(records, held, coders, down), ranks))
 
 
 def coders_of(
@@ -141,7 +195,10 @@ def coders_of(
 
 
 def apply_moves_(
-    records: Sequence[torch.Tensor], held: Sequence[torch.Tensor], coders: Sequence[int]
+    records: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
+    coders: Sequence[int],
+    down: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Decodes the payloads of records that `coders_of` has checked; returns their statuses.
 
@@ -151,7 +208,11 @@ def apply_moves_(
         record.clone() if record.is_cuda and record.data_ptr() % 16 else record
         for record in records
     ]
-    return call("moves_decode_", list(held), aligned, list(coders))
+    directions = [
+        _checked_down("decode_moves_", numbers, bits)
+        for numbers, bits in zip(held, down, strict=True)
+    ]
+    return call("moves_decode_", list(held), directions, aligned, list(coders))
 
 
 def check_applied(statuses: torch.Tensor, ranks: Sequence[int | None]) -> Copies[None]:

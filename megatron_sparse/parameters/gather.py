@@ -20,9 +20,10 @@ in place, after the same announcement. The old bits are always those that were g
 those before the optimizer step. So a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
-the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
-device once, for the size of its own record. The announcements, the headers of all received records
-and the outcomes are copied to the CPU, and meanwhile it works for other buckets.
+the own shard is kept, for exact gathers also a bit for each parameter. `per_node` has its own
+bytes. On CUDA the progress thread waits for the device once, for the size of its own record. The
+announcements, the headers of all received records and the outcomes are copied to the CPU, and
+meanwhile it works for other buckets.
 
 With `per_node` records cross to each other node once: across nodes compressed, inside them raw.
 
@@ -66,7 +67,9 @@ from megatron_sparse.formats.moves import (
     apply_moves_,
     check_applied,
     coders_of,
+    down_words,
     encode_moves,
+    keep_moves_,
     most_bytes,
 )
 from megatron_sparse.parameters.agreement import (
@@ -348,10 +351,17 @@ class ShardGather[W: Way](ABC):
 class ExactGather(ShardGather[Way]):
     """Sends moves; keeps a copy of the old bits of this rank's shard.
 
-    Parameters are bf16, fp16 or fp32.
+    Each rank also keeps the directions of the last moves of all shards, one bit for each parameter.
+    A raw gather forgets these on all ranks. Parameters are bf16, fp16 or fp32.
     """
 
     method = EXACT
+    _down_NW: torch.Tensor  # [ranks, words]: directions of each shard; set by raw gathers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the old bits and the directions."""
+        return 0 if self._kept_M is None else self._kept_M.nbytes + self._down_NW.nbytes
 
     @property
     def _replica_M(self) -> torch.Tensor | None:
@@ -363,23 +373,28 @@ class ExactGather(ShardGather[Way]):
 
     def _encode_own(self, number: int) -> torch.Tensor:
         assert self._kept_M is not None, "else the gather is raw"
-        return encode_moves(self._kept_M, self._own_M, epoch=number)
+        down_W = self._down_NW[self._transport.rank]
+        return encode_moves(self._kept_M, self._own_M, epoch=number, down=down_W)
 
     def _decode_(self, records: Records, number: int, timer: StageTimer) -> Phase:
         ranks, moves = zip(*records, strict=True)
         held = [self._shards[rank] for rank in ranks]
         coders = yield from coders_of(moves, held, epoch=number, ranks=ranks)
         with timer.stage("decode"):
-            statuses = apply_moves_(moves, held, coders)
+            down = [self._down_NW[rank] for rank in ranks]
+            statuses = apply_moves_(moves, held, coders, down)
         yield from check_applied(statuses, ranks)
 
     def _most_bytes(self) -> int:
         return most_bytes(self._own_M.numel(), self._own_M.dtype)
 
     def _keep(self) -> None:
-        if self._kept_M is None:
-            self._kept_M = torch.empty_like(self._own_M)
-        self._kept_M.copy_(self._own_M)
+        if self._kept_M is not None:
+            keep_moves_(self._kept_M, self._own_M, self._down_NW[self._transport.rank])
+            return
+        self._kept_M = self._own_M.clone()
+        ranks, words = self._transport.world_size, down_words(self._own_M.numel())
+        self._down_NW = torch.zeros(ranks, words, dtype=torch.int32, device=self._own_M.device)
 
 
 class NodeRoutes:

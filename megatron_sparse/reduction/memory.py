@@ -54,7 +54,8 @@ ITEMS = {
         "training.overlap_grad_reduce=true: smaller buckets",
     ),
     "parameters": Item(
-        "this rank's shards of the parameters once more, for exact and lossy gathers",
+        "this rank's shards of the parameters once more, for exact and lossy gathers, and a bit "
+        "for each parameter for exact ones",
         "parameters.method=raw",
     ),
 }

@@ -49,6 +49,12 @@ def zigzag(old: np.ndarray, new: np.ndarray, dtype: int) -> np.ndarray:
     return np.where(move < 0, -2 * move - 1, 2 * move)
 
 
+def directions(old: np.ndarray, new: np.ndarray, dtype: int, down: np.ndarray) -> np.ndarray:
+    """Whether each number's last move was down: this one's, or `down` where it stays."""
+    move = ordered(new, dtype) - ordered(old, dtype)
+    return np.where(move == 0, down, move < 0)
+
+
 def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
     """The exponent fields."""
     mantissa = MANTISSA_BITS[dtype]
@@ -78,17 +84,18 @@ def contexts(old: np.ndarray, base: int, dtype: int) -> np.ndarray:
 def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Splits each move `z` (in zigzag order) into a symbol, a number of raw bits, and these bits.
 
-    Below 16 the symbol is `z` itself; from 16 on there are two symbols for each power of two.
+    Below 16 the symbol is `z` itself; from 16 on there are two symbols for each power of two, one
+    for each sign. The raw bits are those of `z >> 1` behind its highest.
 
     Example:
-        >>> [int(a[0]) for a in symbols(np.array([23]))]  # 16 to 23 are 16 and three raw bits
-        [16, 3, 7]
+        >>> [int(a[0]) for a in symbols(np.array([31]))]  # z >> 1 is 15 = 8 + 7
+        [17, 3, 7]
     """
-    log2 = np.frexp(z.astype(np.float64))[1] - 1  # exact: fewer than 53 bits
-    raw_bits = np.where(z < DIRECT, 0, log2 - 1)
-    # From 16 on `z >> raw_bits` is 2 or 3, the two highest bits; adding 8 gives z = 16 symbol 16.
-    symbol = np.where(z < DIRECT, z, 2 * raw_bits + 8 + (z >> raw_bits))
-    return symbol, raw_bits, z & (1 << raw_bits) - 1
+    magnitude, sign = z >> 1, z & 1
+    log2 = np.frexp(magnitude.astype(np.float64))[1] - 1  # exact: fewer than 53 bits
+    raw_bits = np.where(z < DIRECT, 0, log2)
+    symbol = np.where(z < DIRECT, z, 2 * raw_bits + 10 + sign)  # z = 16 is symbol 16
+    return symbol, raw_bits, magnitude & (1 << raw_bits) - 1
 
 
 def quantise(counts: np.ndarray) -> np.ndarray:
@@ -166,8 +173,13 @@ def checksum(body: bytes) -> int:
     return mixed_sum(body[4:], 1)
 
 
-def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
+def encode(
+    old: np.ndarray, new: np.ndarray, dtype: int, epoch: int, down: np.ndarray | None = None
+) -> bytes:
     """Encodes the moves from `old` to `new`, both given as unsigned bit patterns.
+
+    Numbers whose last move was `down` (booleans; None: none of them) are mirrored, both the old and
+    the new ones: their signs flip, so their moves turn round.
 
     Each chunk of a "rans" record is coded by rANS or raw, whichever is shorter. Where the "rans"
     record would not be shorter than the raw numbers, the record is "raw".
@@ -176,7 +188,8 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     raw = padded(_raw(new, dtype))
     sections, base, chunks, table = raw, 0, 0, b""  # for a record without numbers
     if old.size:
-        z = zigzag(old, new, dtype)
+        mirror = 0 if down is None else np.where(down, 1 << (BITS[dtype] - 1), 0)
+        z = zigzag(old ^ mirror, new ^ mirror, dtype)
         slices = [slice(begin, begin + RANS_CHUNK) for begin in range(0, old.size, RANS_CHUNK)]
         base = base_exponent(old, dtype)
         context = contexts(old, base, dtype)

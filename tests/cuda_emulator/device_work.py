@@ -14,6 +14,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.cuda_ext.arguments import overload
+from megatron_sparse.formats.moves import down_words
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_RICE, MOVES_CODERS
@@ -142,15 +143,16 @@ def moves_work(emulator: Emulator) -> dict[str, Ledger]:
     old, new = (to_gpu(each) for each in adam_like(MOVES_NUMEL, torch.bfloat16, lr=1e-4))
     room = overload("moves_room")(MOVES_NUMEL, 1)
     out = to_gpu(torch.empty(room, dtype=torch.uint8))
+    down = to_gpu(torch.zeros(down_words(MOVES_NUMEL), dtype=torch.int32))
     with counting(encoding := Ledger()):
-        size = emulator.call("moves_encode", old, new, 0, out)
+        size = emulator.call("moves_encode", old, new, down, 0, out)
     record = to_gpu(out.inner[: int(size)])
     peers, works = RANKS - 1, {"encode": encoding}
     for name, count in (("decode", 1), (f"decode, a gather of {RANKS} ranks", peers)):
-        held = [to_gpu(old.inner) for _ in range(count)]
+        held, signs = ([to_gpu(each.inner) for _ in range(count)] for each in (old, down))
         coders = [MOVES_CODERS.index("rans")] * count
         with counting(decoding := Ledger()):
-            statuses = emulator.call("moves_decode_", held, [record] * count, coders)
+            statuses = emulator.call("moves_decode_", held, signs, [record] * count, coders)
         assert not statuses.any()
         works[name] = decoding
     return works

@@ -55,8 +55,8 @@ def test_of_the_records_of_a_gather_the_damaged_one_is_named(
     group = Group.started(n=4, shard=500, verify_every=100, device=GPU)
     group.move()
 
-    def damaged(old, new, *, epoch):
-        record = encode_moves(old, new, epoch=epoch)
+    def damaged(old, new, **options):
+        record = encode_moves(old, new, **options)
         changed = torch.cat([record[:-1], record[-1:] ^ 1])
         return changed if torch.equal(new, group.own(2)) else record
 

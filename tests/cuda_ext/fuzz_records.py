@@ -414,15 +414,18 @@ def decode_moves(rng: random.Random) -> bool:
         draw = torch.Generator().manual_seed(rng.randrange(2**31))
         old = (torch.randn(numel, generator=draw) * 0.02).to(dtype)
         new = old + (torch.randn(numel, generator=draw) * spread).to(dtype)
-        made = moves.encode_moves(old, new, epoch=STEP)
+        words = moves.down_words(numel)
+        down = torch.randint(-(2**31), 2**31, (words,), generator=draw, dtype=torch.int32)
+        made = moves.encode_moves(old, new, epoch=STEP, down=down)
         record, intact = damaged(rng, made)
         mend_words(rng, record, intact)
-        held = old.clone()
+        held, signs = old.clone(), down.clone()
         try:
-            moves.decode_moves_([record], [held], epoch=STEP)
+            moves.decode_moves_([record], [held], epoch=STEP, down=[signs])
         except WireFormatError:
             assert not intact, "a record of our own is refused"
             assert torch.equal(held.view(torch.uint8), old.view(torch.uint8)), "held has changed"
+            assert torch.equal(signs, down), "the directions have changed"
             return True
     assert not intact or torch.equal(held.view(torch.uint8), new.view(torch.uint8))
     return False

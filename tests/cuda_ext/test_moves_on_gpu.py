@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import load
-from megatron_sparse.formats.moves import decode_moves_, encode_moves
+from megatron_sparse.formats.moves import decode_moves_, down_words, encode_moves, keep_moves_
 from megatron_sparse.wire import MOVES_CODERS
 from tests.formats.moves_cases import DTYPES, adam_like
 
@@ -22,13 +22,16 @@ LEAST_BYTES_S = 100e9
 def test_more_chunks_than_resident_blocks(dtype: torch.dtype) -> None:
     """So that look-back waits; five times, because an emulated device hardly shows this."""
     old, new = adam_like(2**24 + 4097, dtype)
-    wanted = encode_moves(old, new, epoch=1)
-    was, now = old.cuda(), new.cuda()
+    down = torch.randint(-(2**31), 2**31, (down_words(old.numel()),), dtype=torch.int32)
+    wanted = encode_moves(old, new, epoch=1, down=down)
+    was, now, signs = old.cuda(), new.cuda(), down.cuda()
     for _ in range(5):
-        record = encode_moves(was, now, epoch=1)
+        record = encode_moves(was, now, epoch=1, down=signs)
         assert torch.equal(record.cpu(), wanted)
-    decode_moves_([record], [was], epoch=1)
+    decode_moves_([record], [was], epoch=1, down=[signs])
     assert torch.equal(was.view(torch.uint8), now.view(torch.uint8))
+    keep_moves_(old, new, down)
+    assert torch.equal(signs.cpu(), down)
 
 
 def seconds(prepare: Callable[[], object], action: Callable[[], object]) -> float:
@@ -53,10 +56,14 @@ def test_speed() -> None:
     new = (old + torch.randn(LARGE, device="cuda") * 9e-5).bfloat16()
     codes, ops = [MOVES_CODERS.index("rans")], torch.ops.megatron_sparse
     out = torch.empty(ops.moves_room(LARGE, 1), dtype=torch.uint8, device="cuda")
-    size = int(ops.moves_encode(old, new, 1, out))
+    down = torch.zeros(down_words(LARGE), dtype=torch.int32, device="cuda")
+    size = int(ops.moves_encode(old, new, down, 1, out))
     record, held = out[:size].clone(), old.clone()
-    encode_s = seconds(lambda: None, lambda: ops.moves_encode(old, new, 1, out))
-    decode_s = seconds(lambda: held.copy_(old), lambda: ops.moves_decode_([held], [record], codes))
+    encode_s = seconds(lambda: None, lambda: ops.moves_encode(old, new, down, 1, out))
+    decode_s = seconds(
+        lambda: (held.copy_(old), down.zero_()),
+        lambda: ops.moves_decode_([held], [down], [record], codes),
+    )
     assert torch.equal(held, new)
     found = {"encode": old.nbytes / encode_s, "decode": old.nbytes / decode_s}
     said = ", ".join(f"{way} {speed / 1e9:.0f} GB/s" for way, speed in found.items())

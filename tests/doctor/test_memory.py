@@ -1,5 +1,6 @@
 """`doctor --memory`: the account of a run that has not started."""
 
+from math import ceil
 from typing import Any
 
 import pytest
@@ -96,13 +97,14 @@ def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
     }
 
 
-def test_exact_gathers_keep_the_own_shard() -> None:
+def test_exact_gathers_keep_the_own_shard_and_all_directions() -> None:
     exact = ["training.use_distributed_optimizer=true", "parameters.method=exact"]
     for precision, nbytes in (("bf16", 2), ("fp32", 4)):
         config = compose([*RUN, *exact, f"training.precision={precision}"])
-        whole = sum(each.numel for each in predicted_buckets(config, 50257))
-        shard = whole // config.data_parallel
-        assert of_run(config).nbytes["parameters"] == nbytes * shard
+        ranks = config.data_parallel
+        shards = [each.numel // ranks for each in predicted_buckets(config, 50257)]
+        bits = sum(ranks * ceil(shard / 32) * 32 for shard in shards)
+        assert of_run(config).nbytes["parameters"] == nbytes * sum(shards) + bits // 8
     assert "parameters" not in of_run(compose([*RUN, exact[0]])).nbytes
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.moves import decode_moves_, encode_moves
+from megatron_sparse.formats.moves import decode_moves_, encode_moves, keep_moves_
 from megatron_sparse.reference import moves as oracle
 from tests.damage import sealed
 
@@ -88,19 +88,38 @@ def every_bfloat16():
     return tuple(from_bits(each, torch.bfloat16) for each in (old, new, old ^ 1))
 
 
-def check(old, new, wanted, place=torch.clone, *shift):
+def last_directions(numel):
+    """Whether each of so many numbers moved down last: any booleans, the same in each call."""
+    return np.random.default_rng(numel).integers(0, 2, numel, bool)
+
+
+def packed(down):
+    """As the codec wants them."""
+    padded = np.pad(down, (0, -down.size % 32))
+    return torch.from_numpy(np.packbits(padded, bitorder="little").view("<i4"))
+
+
+def check(old, new, wanted, place, *shift):
     """Encoding makes these bytes, and decoding them turns the old numbers into the new ones.
 
-    `place` puts tensors on a device, `shift` elements behind an aligned address.
+    Sender and receiver note the directions. `place` puts tensors on a device, `shift` elements
+    behind an aligned address.
     """
-    was, now = place(old, *shift), place(new, *shift)
-    record = encode_moves(was, now, epoch=EPOCH)
+    directions = last_directions(old.numel())
+    was, now, down = place(old, *shift), place(new, *shift), place(packed(directions))
+    record = encode_moves(was, now, epoch=EPOCH, down=down)
     assert record.device == was.device
     assert record.cpu().numpy().tobytes() == wanted
     for left, given in ((was, old), (now, new)):
         assert np.array_equal(bits(left.cpu()), bits(given)), "only read"
-    decode_moves_([record], [was], epoch=EPOCH)
-    assert np.array_equal(bits(was.cpu()), bits(new))
+    integers = (bits(each).astype(np.int64) for each in (old, new))
+    turned = packed(oracle.directions(*integers, DTYPES.index(old.dtype), directions))
+    kept, kept_down = place(old, *shift), place(packed(directions))
+    decode_moves_([record], [was], epoch=EPOCH, down=[down])
+    keep_moves_(kept, now, kept_down)
+    for held, noted in ((was, down), (kept, kept_down)):
+        assert np.array_equal(bits(held.cpu()), bits(new))
+        assert torch.equal(noted.cpu(), turned)
 
 
 def decode_one_(record, held, *, epoch, rank):

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
+from megatron_sparse.formats.moves import (
+    decode_moves_,
+    down_words,
+    encode_moves,
+    keep_moves_,
+    most_bytes,
+)
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 from tests.codec import on_threads
@@ -25,6 +31,7 @@ from tests.formats.moves_cases import (
     any_bits,
     bits,
     every_bfloat16,
+    last_directions,
     mixed,
     of_which_a_part_is_counted,
     record_as,
@@ -37,14 +44,15 @@ NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
 
 
 @cache
-def oracle_record(old, new, dtype):
+def oracle_record(old, new, dtype, mirrored=False):
     """Of bytes. The same for all instruction sets."""
     old_bits, new_bits = (np.frombuffer(data, f"<u{DTYPES[dtype].itemsize}") for data in (old, new))
-    return oracle.encode(old_bits, new_bits, dtype, EPOCH)
+    down = last_directions(old_bits.size) if mirrored else None
+    return oracle.encode(old_bits, new_bits, dtype, EPOCH, down)
 
 
 def check(place, old, new, shift=0):
-    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype))
+    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype), True)
     moves_cases.check(old, new, wanted, place, shift)
     assert len(wanted) <= most_bytes(old.numel(), old.dtype)
 
@@ -172,6 +180,20 @@ def test_bits_are_near_the_conditional_entropy():
         assert coded < most
 
 
+def test_moves_in_one_direction_take_fewer_bits():
+    """Steps as momentum makes them: each number moves where it moved before, or stays."""
+    numel = 10**5
+    held, update = torch.rand(numel).bfloat16(), torch.randn(numel) * 0.01
+    down = torch.zeros(down_words(numel), dtype=torch.int32)
+    for step in range(3):
+        new = held + (update * torch.rand(numel)).bfloat16()
+        size, size_of_any = (
+            encode_moves(held, new, epoch=step, down=each).numel() for each in (down, None)
+        )
+        assert 8 * (size_of_any - size) >= (0.4 * numel if step else 0)
+        keep_moves_(held, new, down)
+
+
 def entropy_bits(symbols):
     shares = np.unique(symbols, return_counts=True)[1] / symbols.size
     return float(-(shares * np.log2(shares)).sum())
@@ -265,6 +287,15 @@ def test_arguments_that_do_not_fit_are_refused():
             encode_moves(*arguments, epoch=0)
     with pytest.raises(ExtensionError, match="record has the wrong dtype"):
         decode_moves_([old], [old], epoch=0)
+    record, none = encode_moves(old, old, epoch=0), torch.zeros(1, dtype=torch.int32)
+    for down, match in ((torch.zeros(2, dtype=torch.int32), "length"), (none.float(), "dtype")):
+        for refuse in (
+            lambda down: encode_moves(old, old, epoch=0, down=down),
+            lambda down: decode_moves_([record], [old], epoch=0, down=[down]),
+            lambda down: keep_moves_(old, old, down),
+        ):
+            with pytest.raises(ExtensionError, match=f"down has the wrong {match}"):
+                refuse(down)
     two = [old, old.half()]
     with pytest.raises(ExtensionError, match="held has the wrong dtype"):
         decode_moves_([encode_moves(each, each, epoch=0) for each in two], two, epoch=0)
