@@ -28,8 +28,8 @@ MS_INLINE VectorLanes::U order(VectorLanes::U bits) {
   return D == kFp32 ? ordered(bits) : ordered(bits << 16) & 0xffff0000u;
 }
 
-// Moves 0, -1, 1, -2, ... of numbers of dtype D become 0, 1, 2, 3, ... In the upper
-// halves the arithmetic of 32 bits wraps as that of 16 bits does.
+// Moves 0, -1, 1, -2, ... of numbers of dtype D become 0, 1, 2, 3, ... In the upper halves
+// the arithmetic of 32 bits wraps as that of 16 bits does.
 template <int D>
 MS_INLINE VectorLanes::U zigzag(VectorLanes::U old_bits, VectorLanes::U new_bits) {
   using U = VectorLanes::U;

@@ -10,7 +10,8 @@ Each of n ranks owns a shard. The shard's *old bits* are those that all ranks ga
     exchange    n - 1 rounds of records, one peer at a time, or once per node;
                 decodes each record into its owner's shard, in place: on a CPU as soon as it
                 arrives, on CUDA all together when the last one has arrived
-    keep        stores the new bits of this rank's shard as the next gather's old bits
+    keep        stores the new bits of this rank's shard as the next gather's old bits; where it is
+                exact, notes the directions of its moves, as decoders do
 
 `ShardGather` has these stages; a subclass makes and decodes records. `ExactGather` sends moves
 (`formats.moves`); `lossy.LossyGather` sends quantised differences.

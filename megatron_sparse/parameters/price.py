@@ -54,7 +54,7 @@ MOVE_BITS: Mapping[torch.dtype, float] = {
     torch.float32: 19.0,
 }
 """Assumed bits of a number's move: for bf16 and fp32 the most that was measured on a GPT at a peak
-learning rate of 3e-4; fp16's steps are 8 times finer than bf16's."""
+learning rate of 3e-4, without directions; fp16's steps are 8 times finer than bf16's."""
 MARGIN = 0.25
 """The part of a raw gather's time that an exact one must be predicted to save. With four ranks on
 two cores 21 % made iterations 14 % longer."""

@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, first_line
 
 _Key = tuple[weakref.ref, tuple[int, ...], str, float]
 _free: dict[_Key, list[dist.ProcessGroup]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _not_made(
     return CommunicationError(
         "the ranks' own process group was not made",
         expected=f"ranks {ranks} attach the plugin within scheme.timeout_s ({timeout_s:g} s)",
-        got=f"ranks {absent} have not come" if absent else str(cause).splitlines()[0],
+        got=f"ranks {absent} have not come" if absent else first_line(cause),
         remedy="look at the logs of the ranks that have not come, or of all; raise "
         "scheme.timeout_s if they are only slow to start",
     )

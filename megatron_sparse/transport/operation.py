@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, first_line
 from megatron_sparse.transport.liveness import PeerLiveness
 
 POLL_S = 0.01
@@ -56,7 +56,7 @@ class Operation:
         if cause is None or is_late:
             got = f"no answer within {self._timeout_s:g} s"
         else:
-            got = str(cause).splitlines()[0] if str(cause) else repr(cause)
+            got = first_line(cause)
         trouble = None
         if self._liveness is not None:
             # An early failure may come before the side channel's news of the lost rank: wait.
