@@ -1,18 +1,15 @@
 """Megatron-LM on a machine without a GPU: CPU tensors, gloo, the same code paths.
 
 Megatron uses `device="cuda"`, `tensor.cuda()` and `torch.cuda.something()` throughout. `enable`
-maps all of them to the CPU: a `TorchFunctionMode` rewrites devices in every torch call, and the
-functions of `torch.cuda` that Megatron calls are replaced by ones for a CPU, most of which do
-nothing. `enable_training` adds the replacements for `megatron.training`. Nothing here runs where
-torch sees a GPU. A 2-rank training is slow, but it is Megatron's own: buckets, overlap, distributed
-optimizer, checkpoints.
+maps all of them to the CPU: the functions of torch that make or move tensors are wrapped, and those
+of `torch.cuda` that Megatron calls are replaced by ones for a CPU, most of which do nothing. (A
+`TorchFunctionMode`, which sees every call, takes 3 % of an iteration.) `enable_training` adds the
+replacements for `megatron.training`. Nothing here runs where torch sees a GPU. A 2-rank training is
+slow, but it is Megatron's own: buckets, overlap, distributed optimizer, checkpoints.
 
 `enable` also makes the process batch work (SCHED_BATCH), for ranks that share cores. Otherwise a
 thread that sends loses its core to the rank that its message wakes, in the middle of the send and
 with gloo's lock held; gloo's own thread spins until the sender has its core back.
-
-The mode belongs to the thread that enables it (torch keeps modes by thread); `torch.cuda` is
-patched for the process.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.jit import _builtins
 
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import repairs
@@ -40,8 +37,6 @@ from megatron_sparse.megatron import repairs
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-# Looked up once: the mode sees thousands of calls in an iteration.
-_CUDA, _TYPE, _TO = torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to
 
 
 def _is_cuda(device: Any) -> bool:
@@ -51,33 +46,6 @@ def _is_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, int) and not isinstance(device, bool)
-
-
-class CudaToCpu(TorchFunctionMode):
-    """Rewrites every CUDA device in a torch call to the CPU.
-
-    `tensor.type()` returns the name of the CUDA type, because Megatron's optimizers sort parameters
-    by `param.type() == "torch.cuda.FloatTensor"`.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Calls `func` with the CPU for every CUDA device. torch calls this instead of `func`."""
-        if kwargs and _is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": _CPU}
-        if func is _CUDA:
-            return args[0]  # the tensor, which is on the CPU already
-        # Without a further argument `type` does not convert, but returns the type's name.
-        if func is _TYPE and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is _TO and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -135,19 +103,39 @@ def _put(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
 
-def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `original`, such as `backward`: turns the mode on for the time of each call.
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that makes a tensor: its `device` is the CPU where it would be a GPU."""
 
-    torch turns the mode off while it runs a function that the mode has intercepted. `backward` is
-    such a function, and Megatron's autograd functions create CUDA tensors in it.
-    """
-
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with CudaToCpu():
-            return original(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return original(*args, **kwargs)
 
+    if (operator := _builtins._find_builtin(original)) is not None:
+        _builtins._register_builtin(run, operator)  # so `torch.jit.script` takes it for `original`
     return run
+
+
+def _to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `Tensor.to`, whose device may also come first."""
+    by_name = _on_cpu(original)
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        return by_name(tensor, *args, **kwargs)
+
+    return to
+
+
+def _named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `Tensor.type`: without an argument it returns the name of the CUDA type."""
+
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(tensor, *args, **kwargs)
+        return found if args or kwargs else found.replace("torch.", "torch.cuda.", 1)
+
+    return named
 
 
 def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +179,26 @@ def _fuses(original: Callable[..., None]) -> Callable[..., None]:
 _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
+_MAKERS = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor"),
+    *("zeros", "zeros_like", "Tensor.new_empty", "Tensor.new_full", "Tensor.new_ones"),
+    *("Tensor.new_tensor", "Tensor.new_zeros"),
+)
+
 CORE_PATCHES = (
+    *(Patch(f"torch.{name}", _on_cpu, "core throughout: new tensors") for name in _MAKERS),
+    Patch(
+        "torch.Tensor.cuda",
+        lambda original: lambda tensor, *args, **kwargs: tensor,
+        "core throughout, also for whole modules",
+    ),
+    Patch("torch.Tensor.to", _to_cpu, "core throughout"),
+    Patch(
+        "torch.Tensor.type",
+        _named_as_on_gpu,
+        "core.optimizer, which sorts parameters by the name torch.cuda.FloatTensor",
+    ),
     Patch(
         "torch.cuda.device_count",
         _always(1),
@@ -223,11 +230,6 @@ CORE_PATCHES = (
         "torch.cuda.current_stream",
         _always(_STREAM),
         "core.distributed.param_and_grad_buffer: lets it wait for CUDA graphs",
-    ),
-    Patch(
-        "torch.autograd._engine_run_backward",
-        _rewritten,
-        "core.tensor_parallel: sequence parallelism and expert parallelism in the backward pass",
     ),
     # With these two torch.cuda's own generator code works on the CPU's generator.
     Patch(
@@ -282,23 +284,21 @@ TRAINING_PATCHES = (
     ),
 )
 
-_mode: CudaToCpu | None = None
 _applied: set[str] = set()
 
 
 def enable() -> None:
-    """Lets `megatron.core` run on the CPU, in this thread. Idempotent.
+    """Lets `megatron.core` run on the CPU. Idempotent.
 
     Call it before anything imports megatron: at import Megatron looks for GPUs, and binds functions
-    of `torch.cuda` to names in its own modules, which a later patch would not reach. This thread,
-    and threads that it starts later, are batch work from then on, unless the process was given
-    another scheduling policy than the default.
+    of torch to names in its own modules, which a later patch would not reach. This thread, and
+    threads that it starts later, are batch work from then on, unless the process was given another
+    scheduling policy than the default.
 
     Raises:
         HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.
     """
-    global _mode
-    if _mode is not None:
+    if _applied:
         return
     if torch.cuda.is_available():
         raise HostError(
@@ -322,8 +322,6 @@ def enable() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    _mode = CudaToCpu()
-    _mode.__enter__()  # for the life of the process
 
 
 def _become_batch_work() -> None:
@@ -352,7 +350,7 @@ def enable_training() -> None:
     Raises:
         HostError: `enable` was not called, or Megatron lacks a symbol.
     """
-    if _mode is None:
+    if not _applied:
         raise HostError(
             "CPU mode is not enabled",
             expected="cpu_mode.enable() first, before anything imports megatron",

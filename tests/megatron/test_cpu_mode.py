@@ -22,6 +22,10 @@ from tests.megatron.train_ranks import equal, on_ranks
 STEPS = 3
 
 
+def zeros_of(numel: int) -> torch.Tensor:
+    return torch.zeros(numel)
+
+
 @ranks.on_ranks(1)
 def test_cuda_calls_are_answered_by_the_cpu(rank):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -38,6 +42,7 @@ def test_cuda_calls_are_answered_by_the_cpu(rank):
     assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(2).type(torch.float64).dtype == torch.float64
     assert torch.zeros(2).to(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.jit.script(zeros_of)(2).tolist() == [0.0, 0.0]
 
     class Doubled(torch.autograd.Function):
         @staticmethod
