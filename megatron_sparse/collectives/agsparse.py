@@ -92,7 +92,7 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     # By rank and part; in capacity mode they are the same on every rank.
     sizes = [[records.numel() for records in own]] * n
     if message.slots is None:  # not in capacity mode
-        small = message.nbytes <= SMALL_BYTES  # then the next bucket may post meanwhile
+        small = message.nbytes * (n - 1) <= SMALL_BYTES  # then the next bucket may post meanwhile
         sizes = yield from exchange_sizes(sizes[rank], identity, transport, unordered=small)
         for part, sizes_of_part in zip(parts, zip(*sizes, strict=True), strict=True):
             check_announced(sizes_of_part, [part] * n, message.value_dtype)

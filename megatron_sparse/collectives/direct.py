@@ -164,7 +164,7 @@ def encode_own_shard(
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(own_cut, sums.gather_dtype, buffer)
     # A rank with a small sum lets the next bucket post meanwhile. Ranks need not decide alike.
-    small = own.numel() <= SMALL_BYTES
+    small = own.numel() * (transport.world_size - 1) <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
     check_announced(sizes, cuts, sums.gather_dtype, names_of(transport))
