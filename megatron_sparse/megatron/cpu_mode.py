@@ -106,6 +106,7 @@ def _put(value: Any) -> Callable[[Any], Any]:
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that makes a tensor: its `device` is the CPU where it would be a GPU."""
 
+    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
@@ -284,6 +285,7 @@ TRAINING_PATCHES = (
     ),
 )
 
+# Symbols, in the order of their patches: the mode is on when it has the last of CORE_PATCHES.
 _applied: set[str] = set()
 
 
@@ -298,7 +300,7 @@ def enable() -> None:
     Raises:
         HostError: megatron is imported already, torch sees a GPU, or torch lacks a symbol.
     """
-    if _applied:
+    if CORE_PATCHES[-1].symbol in _applied:
         return
     if torch.cuda.is_available():
         raise HostError(
@@ -350,7 +352,7 @@ def enable_training() -> None:
     Raises:
         HostError: `enable` was not called, or Megatron lacks a symbol.
     """
-    if not _applied:
+    if CORE_PATCHES[-1].symbol not in _applied:
         raise HostError(
             "CPU mode is not enabled",
             expected="cpu_mode.enable() first, before anything imports megatron",
