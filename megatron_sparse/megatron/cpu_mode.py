@@ -3,9 +3,9 @@
 Megatron uses `device="cuda"`, `tensor.cuda()` and `torch.cuda.something()` throughout. `enable`
 maps all of them to the CPU: the functions of torch that make or move tensors are wrapped, and those
 of `torch.cuda` that Megatron calls are replaced by ones for a CPU, most of which do nothing. (A
-`TorchFunctionMode`, which sees every call, takes 3 % of an iteration.) `enable_training` adds the
-replacements for `megatron.training`. Nothing here runs where torch sees a GPU. A 2-rank training is
-slow, but it is Megatron's own: buckets, overlap, distributed optimizer, checkpoints.
+`TorchFunctionMode` would slow down every call of torch.) `enable_training` adds the replacements
+for `megatron.training`. Nothing here runs where torch sees a GPU. A 2-rank training is slow, but it
+is Megatron's own: buckets, overlap, distributed optimizer, checkpoints.
 
 `enable` also makes the process batch work (SCHED_BATCH), for ranks that share cores. Otherwise a
 thread that sends loses its core to the rank that its message wakes, in the middle of the send and

@@ -55,8 +55,8 @@ _REPLICATED = "training.use_distributed_optimizer=false"
 """Over gloo torch reduce-scatters by an all-reduce, which sends twice as much; so plain Megatron
 without the distributed optimizer sends what NCCL would send with it."""
 _LARGE_BUCKETS = "megatron.ddp_bucket_size=null"
-"""Megatron's default, one bucket here. Each bucket costs the plugin time of the two cores. Megatron
-without the plugin is faster with the four buckets of `experiment=testbed`, so it has these."""
+"""Megatron's default, one bucket here: at 1000 Mbit/s a second one costs the two cores more than it
+hides. Megatron alone is faster with the four of `experiment=testbed`, so it has these."""
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
