@@ -109,13 +109,9 @@ def pruning_of(
 class Case:
     """A bucket and how it is encoded.
 
-    Attributes:
-        grad_N: the gradient, or values that are pruned already.
-        segments: its pieces; with slots, each record has its place.
-        spec: of the records.
-        pruning: how it is pruned first; None for values that are pruned already.
-        residual_N: of quantised values that are pruned already: takes what they lose.
-        what: names the case in an error.
+    `grad_N` may be values that are pruned already: `pruning` is then None, and `residual_N` takes
+    what quantised ones lose. With slots each record has its place. `what` names the case in an
+    error.
     """
 
     grad_N: torch.Tensor
@@ -230,10 +226,8 @@ class Oracle:
 class Ops:
     """The package's ops; buffers are unaligned, poisoned, and looked at afterwards.
 
-    Args:
-        name: names it in an error.
-        place: puts a tensor on the device, some elements behind an aligned address.
-        isa: an instruction set of the CPU.
+    `place` puts a tensor on the device, some elements behind an aligned address. `isa`: an
+    instruction set of the CPU.
     """
 
     def __init__(
@@ -344,14 +338,9 @@ codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 
 def check(case: Case, *tested: Codec) -> Made:
-    """Every codec makes the oracle's message, residual and counts, and decodes to its sums.
+    """Every codec, by default all of this CPU, makes the oracle's message, residual and counts.
 
-    Args:
-        case: the input.
-        tested: the codecs; by default all of this CPU.
-
-    Returns:
-        What the oracle makes.
+    It also decodes to the oracle's sums. Returns what the oracle makes.
     """
     wanted = ORACLE.encode(case)
     for codec in tested or CPU:
@@ -394,14 +383,8 @@ def check_densities(
 ) -> None:
     """Rice records that keep so many elements; the spans take turns, from another for each dtype.
 
-    Args:
-        grad_N: the gradient.
-        residual_N: its residual.
-        segments: of the bucket.
-        counts: of elements that are kept; that of all for everything.
-        spans: `log2_span` of the records.
-        value_dtype: of Rice records.
-        tested: as of `check`.
+    `counts`: of elements that are kept; that of all for everything. `spans`: `log2_span` of the
+    records.
     """
     numel = grad_N.numel()
     ordered = (grad_N + residual_N).abs().sort().values

@@ -28,10 +28,7 @@ RICE_IDS = [*RICE_NAMES.values(), "q8-whole", "q4-whole"]
 class Damage:
     """A damaged message.
 
-    Attributes:
-        message: it.
-        fields: what a codec may name; None where it may be right, or anything may be named.
-        what: describes it.
+    `fields`: what a codec may name; None where it may be right, or anything may be named.
     """
 
     message: bytes

@@ -7,16 +7,10 @@ import sys
 
 
 def on_one_gpu(ranks: int, *arguments: str, limit_s: float = 180, **variables: str) -> list[str]:
-    """Runs Python with these arguments once for each rank; all must end with 0.
+    """Runs Python with these arguments once for each rank; returns what each printed.
 
-    Args:
-        ranks: processes.
-        arguments: of each one's interpreter.
-        limit_s: for all together.
-        variables: of the environment, besides those that name the ranks.
-
-    Returns:
-        What each rank printed.
+    All must end with 0 within `limit_s`. `variables` of the environment come besides those that
+    name the ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

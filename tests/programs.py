@@ -34,11 +34,7 @@ def ended(
 ) -> Done:
     """A program that has ended, with whatever code, and what it printed.
 
-    Args:
-        command: its words.
-        limit_s: seconds; None leaves the limit to pytest.
-        cwd: the folder that it starts in.
-        options: of `subprocess.run`.
+    Without `limit_s` pytest's own limit holds; `options` are those of `subprocess.run`.
     """
     return subprocess.run(
         command, cwd=cwd, timeout=limit_s, text=True, capture_output=True, **options
@@ -63,11 +59,7 @@ def with_variables(**variables: str) -> dict[str, str]:
 def why_no_bed(name: str, tools: Sequence[str], tried: Sequence[str], path: str) -> str | None:
     """The reason why this machine cannot have a test bed in namespaces; None if it can.
 
-    Args:
-        name: of the bed.
-        tools: programs that it needs.
-        tried: a command in such namespaces.
-        path: where the programs are.
+    `tried`: a command in such namespaces. `path`: where the programs are.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return f"{name} needs root on Linux"

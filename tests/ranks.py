@@ -51,14 +51,8 @@ def start_rank(
 ) -> Any:
     """Starts one rank, in this process's environment; returns its process.
 
-    Args:
-        function: can be pickled.
-        rank: its number.
-        world_size: ranks.
-        store: path of the file at which they meet.
-        results: queue of `CONTEXT` that gets the rank, its pickled result, and a traceback or None.
-        args: of the function, behind the first two.
-        imported: what its server has imported: `PACKAGE` or `MEGATRON`.
+    The ranks meet at the file `store`. The queue `results` gets the rank, its pickled result, and a
+    traceback or None. `imported`: what its server has imported, `PACKAGE` or `MEGATRON`.
     """
     given = dict(os.environ), function, rank, world_size, store, results, args
     return fork(_rank_main, given, imported)
@@ -82,15 +76,8 @@ def run_command(
 ) -> list[int]:
     """Runs a Python script, or `megatron-sparse`, as each rank, with torchrun's variables.
 
-    Args:
-        words: of the command line.
-        world_size: ranks.
-        output: gets what they print, behind what it has.
-        imported: see `start_rank`.
-        timeout_s: for all of them.
-
-    Returns:
-        The ranks' exit codes; that of a rank that was killed at the limit is -9.
+    `output` gets what the ranks print. Returns their exit codes; that of a rank that was killed at
+    the limit of `timeout_s` is -9.
     """
     # Not above: each rank imports this module.
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -151,18 +138,10 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on every rank, inside a gloo world.
 
-    Args:
-        function: can be pickled.
-        world_size: ranks.
-        args: of the function.
-        timeout_s: for all of them.
-        linger_s: how long ranks may take to end when all have answered. After a failure gloo holds
-            threads until its own timeout, and waiting for them shows nothing.
-        imported: see `start_rank`.
-        lost: ranks that the function kills; their results are None.
-
-    Returns:
-        The ranks' results, in rank order; they must pickle.
+    Returns the ranks' results; they and the function must pickle. `timeout_s` is for all ranks.
+    `linger_s`: how long ranks may take to end when all have answered: after a failure gloo holds
+    threads until its own timeout, and waiting for them shows nothing. `imported`: see `start_rank`.
+    The function kills the ranks `lost`: their results are None.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed, or on a timeout.

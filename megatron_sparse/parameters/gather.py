@@ -219,11 +219,7 @@ class ShardGather[W: Way](ABC):
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
         """Runs the stages of the module's docstring in order: encode, announce, exchange, keep.
 
-        A generator for the progress thread, which resumes it when what it yielded is done.
-
-        Args:
-            record: receives the bytes and times of the gather.
-            number: of the gather.
+        A generator for the progress thread. `record` receives the bytes and times of the gather.
         """
         sent, announcement = self._encode(record.timer, number)
         yield GATE
@@ -271,12 +267,7 @@ class ShardGather[W: Way](ABC):
     ) -> Steps:
         """Exchanges records between all ranks or once per node; returns the bytes this rank sent.
 
-        Args:
-            sent: this rank's record.
-            sizes: bytes of each rank's record.
-            tag: of the messages.
-            take: called with a sender and its record, when the record has arrived.
-            decode: run when all records have arrived.
+        `take` is called with a sender and its record when that has arrived, `decode` when all have.
         """
         if not any(sizes):  # no shard has changed
             yield POSTED

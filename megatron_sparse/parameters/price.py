@@ -196,12 +196,8 @@ def _per_node_s(
 ) -> float:
     """Returns the seconds of messages and decoding with `per_node`, on the busiest rank.
 
-    Args:
-        topology: several nodes.
-        sent_bytes: of a record, which crosses nodes.
-        raw_bytes: of a whole shard, which is passed on inside a node.
-        shard: numbers in a shard.
-        speed: of the codec.
+    `sent_bytes` of a record cross nodes; `raw_bytes` of a whole shard are passed on inside a node.
+    `shard`: numbers in a shard.
     """
     sizes, n = topology.node_sizes, topology.world_size
     largest, smallest = max(sizes), min(sizes)  # ranks of a node

@@ -142,12 +142,9 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 
 def _report(rank: int, failure: Any, run_dir: Path) -> int:
-    """Prints why a rank failed, and returns the exit code for the launcher.
+    """Prints why the rank that failed first did, and returns the exit code for the launcher.
 
-    Args:
-        rank: the rank that failed first.
-        failure: torch's `ProcessFailure`; its exit code is negative if a signal killed the rank.
-        run_dir: the run's folder, which has the rank's log.
+    `failure`: torch's `ProcessFailure`; its exit code is negative if a signal killed the rank.
     """
     # A rank that a signal killed has written no report: the agent has a message instead.
     message, typed = read_report(failure.error_file_data) or (failure.message, False)

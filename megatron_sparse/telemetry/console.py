@@ -146,10 +146,8 @@ def _stage_table(
 ) -> Table:
     """Makes a table with a row for each stage: mean, share of the iteration's mean, median, p95.
 
-    Args:
-        title: of the table.
-        figures: of a run or of a phase, as in `summary.json`.
-        parts_of: (milliseconds by stage, the whole iteration's) -> milliseconds by row.
+    `figures`: of a run or of a phase, as in `summary.json`. `parts_of`: (milliseconds by stage, the
+    whole iteration's) -> milliseconds by row.
     """
     mean_ms = parts_of(figures["stage_ms_mean"], figures["iteration_ms_mean"])
     median_ms = parts_of(figures["stage_ms"], figures["iteration_ms"])

@@ -293,10 +293,8 @@ class VirtualCluster:
     def _run_ring(self, ranks: Sequence[int], sizes: Sequence[int], phases: int) -> float:
         """Counts a ring's bytes on its links and occupies its ports; returns its modelled end.
 
-        Args:
-            ranks: in the ring's order.
-            sizes: bytes of each rank's piece.
-            phases: 1: only the reduce-scatter; 2: also the all-gather.
+        `sizes`: bytes of each rank's piece, in the ring's order. `phases`: 1: only the
+        reduce-scatter; 2: also the all-gather.
         """
         n = len(ranks)
         steps = (n - 1) * phases

@@ -27,9 +27,7 @@ def overrides(command: Sequence[str]) -> dict[str, str]:
 class FakeRuns:
     """Replaces the runs, and keeps their commands and where they ran.
 
-    Args:
-        monkeypatch: of the test.
-        train: gets a run's overrides and its log; returns the exit code.
+    `train` gets a run's overrides and its log; it returns the exit code.
     """
 
     def __init__(

@@ -251,16 +251,11 @@ def run_case(
     delays_s: Mapping[int, float] | None = None,
     message_scale: float = 1.0,
 ) -> Ran:
-    """Runs a case on virtual ranks.
+    """Runs a case on virtual ranks, by default of one node, without time.
 
-    Args:
-        case: the collective.
-        topology: of the cluster; None: one node, without time.
-        wrap: makes each rank's transport from the cluster's.
-        poisoned: see `poison` of `steps_of`: this rank's.
-        values: each rank's contribution in place of the case's, in any dtype.
-        delays_s: seconds by which some ranks begin later.
-        message_scale: see `VirtualCluster`.
+    `wrap` makes each rank's transport from the cluster's. `values` replace the case's
+    contributions, in any dtype. `delays_s`: seconds by which some ranks begin later. `poisoned`:
+    see `poison` of `steps_of`; `message_scale`: see `VirtualCluster`.
     """
     cluster = VirtualCluster(case.n, topology, message_scale=message_scale)
 

@@ -39,14 +39,7 @@ def attempt(
 ) -> dict[str, Any]:
     """Synchronises a bucket once; returns the outcome, and the time that it and its end took.
 
-    Args:
-        bucket: of this rank.
-        scheme: its name.
-        timeout_s: of transport and thread.
-        fault: the transport's fault.
-        step: of the training.
-        is_broken: the group fails on another rank, and must not be used again.
-        options: of the configuration.
+    `is_broken`: the group fails on another rank, and must not be used again.
     """
     # Not rank 0: it would finish first, and it informs the others of lost ranks.
     late = section_for(scheme, rank=bucket.world_size - 1)

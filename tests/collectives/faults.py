@@ -58,9 +58,7 @@ def die_virtually() -> None:
 class FaultyTransport(Forwarding):
     """See `Transport`; forwards everything except for the fault.
 
-    Attributes:
-        posted: operations so far.
-        struck: whether the fault has found something to spoil.
+    `posted`: operations so far. `struck`: whether the fault has found something to spoil.
     """
 
     def __init__(self, transport: Any, fault: Fault, acts: dict[str, Callable[[], None]]) -> None:

@@ -15,17 +15,10 @@ from megatron_sparse.sparsity.sampling import selected_values
 
 
 class Rank:
-    """A selector with its residual.
+    """A selector with its residual; `message` is the last one.
 
-    Args:
-        config: as of `Selector`; its density is that of each selection, unless `send` gets another.
-        pieces: the parameters of the bucket.
-        rank: in its group.
-        is_reported: leave selections pending.
-
-    Attributes:
-        residuals: with undo copies.
-        message: the last one.
+    `config.density` is that of each selection, unless `send` gets another. `residuals` have undo
+    copies; with `is_reported` selections are left pending.
     """
 
     message: Message

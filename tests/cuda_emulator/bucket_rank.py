@@ -21,14 +21,7 @@ PIECES = [
 
 
 class Rank:
-    """One rank, on a transport of the virtual cluster or with NCCL.
-
-    Args:
-        transport: its.
-        op: of the bucket.
-        dtype: of the gradient.
-        overrides: of the configuration.
-    """
+    """One rank, on a transport of the virtual cluster or with NCCL; it has one bucket."""
 
     def __init__(
         self, transport: Any, op: CollectiveOp, dtype: torch.dtype = torch.float32, **overrides: Any

@@ -45,13 +45,9 @@ TRAFFIC = (
 def compile_library(
     folder: Path, extra: Sequence[str] = (), *, counts_bytes: bool = False, name: str = "emulated"
 ) -> Path:
-    """Builds the shared library and returns its path.
+    """Builds the shared library in a folder and returns its path.
 
-    Args:
-        folder: where to.
-        extra: options of the compiler.
-        counts_bytes: its ledgers contain bytes, not launches only.
-        name: the name space of its ops.
+    `counts_bytes`: its ledgers contain bytes, not launches only. `name`: the name space of its ops.
     """
     torch, _ = find_torch()
     bindings = (TORCH_TARGET, f"-DEMULATED={name}", "-isystem", str(torch / "include"))

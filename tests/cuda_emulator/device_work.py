@@ -87,12 +87,7 @@ class WorkRank(Rank):
 
 
 def work_of(way: Way, nccl: Any) -> Ledger:
-    """Counts the work of rank 0 of 8, in a step after the first.
-
-    Args:
-        way: which.
-        nccl: of `tests.fake_nccl`.
-    """
+    """Counts the work of rank 0 of 8, in a step after the first."""
     return _with_engine(way, nccl) if way.engine else _without_engine(way)
 
 
@@ -254,9 +249,7 @@ class Counts(NamedTuple):
 def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counts:
     """Counts it all with an emulator that is compiled to count bytes, in one schedule.
 
-    Args:
-        folder: for the emulator's library, and an NCCL of the tests.
-        monkeypatch: undoes the emulation.
+    `folder` is for the emulator's library, and an NCCL of the tests.
     """
     pretend_driver(monkeypatch)
     emulator = Emulator(compile_library(folder, counts_bytes=True, name="counting"))

@@ -14,17 +14,11 @@ _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 
 @dataclass
 class Ledger:
-    """What was counted.
+    """What was counted of the package's launchers and kernels, and of torch's operations.
 
-    Attributes:
-        kernels: launches of the package's own kernels.
-        memsets: of device memory, by the package's launchers.
-        torch_ops: torch's operations on device memory, copies from and to the host included. Each
-            is at least one launch; views and allocations are none.
-        bytes_read: of device memory; by kernels in sectors of 32 bytes (`traffic.cpp`), by torch's
-            operations all of their arguments.
-        bytes_written: likewise.
-        blocks: of the package's kernels.
+    Each of `torch_ops` is at least one launch; copies from and to the host are among them, views
+    and allocations are not. Bytes are those of device memory: kernels' in sectors of 32 bytes
+    (`traffic.cpp`), and all arguments of torch's operations.
     """
 
     kernels: int = 0

@@ -61,14 +61,8 @@ def same_error(place: Place, op: Callable[..., Any], *given: Any) -> str:
 def same(place: Place, op: Callable[..., Any], *given: Any, is_sum: bool = False) -> Any:
     """Calls an op with tensors of the CPU and of the device: the bits must be the same.
 
-    Args:
-        place: puts tensors on the device.
-        op: what is called; in-place ones must return what they change.
-        given: its arguments, on the CPU.
-        is_sum: a NaN's payload is the machine's.
-
-    Returns:
-        The result on the CPU.
+    In-place ops must return what they change. `is_sum`: a NaN's payload is the machine's. Returns
+    the result on the CPU.
     """
     wanted = op(*tree_map_only(torch.Tensor, torch.clone, given))
     found = op(*tree_map_only(torch.Tensor, place, given))

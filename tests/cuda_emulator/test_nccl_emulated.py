@@ -46,11 +46,7 @@ def gpu(emulated_gpu: EmulatedDevice, emulator: Emulator) -> EmulatedDevice:
 class Group:
     """Ranks whose transports have a communicator of the fake NCCL.
 
-    Args:
-        nccl: the library.
-        ranks: of the group.
-        timeout_s: of every call; may be changed.
-        make: the rank that is given its transport.
+    `timeout_s` of every call may be changed. `make`: the rank that is given its transport.
     """
 
     def __init__(

@@ -46,11 +46,9 @@ FIRST_WORDS = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page.
+    """One command of a page; `place` is its file and line.
 
-    Attributes:
-        place: file and line.
-        words: as a shell splits them; without comments, `sudo` and settings of variables.
+    `words`: as a shell splits them; without comments, `sudo` and settings of variables.
     """
 
     place: str

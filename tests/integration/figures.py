@@ -25,13 +25,7 @@ COLUMNS = 100
 
 
 def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
-    """Writes both pictures.
-
-    Args:
-        chromium: draws the report.
-        runs: folders of two runs that have ended.
-        folder: for the pictures.
-    """
+    """Writes both pictures: chromium draws the report of two runs that have ended."""
     lines, _ = load_breakdown(runs[1], [])
     progress = live_view.progress_after(runs[1], lines[: len(lines) * 2 // 3])
     console = Console(

@@ -23,11 +23,9 @@ FIVE_PERCENT = AT_ONCE | {"density": 0.05, "value_bits": None, "timeout_s": 30.0
 
 
 def _hooked(optimizer=torch.optim.SGD, **options):
-    """A linear model of zeros in DDP, its optimizer, and the state of its hook.
+    """A linear model of zeros in DDP, its optimizer (learning rate 1), and the state of its hook.
 
-    Args:
-        optimizer: of the weights, with a learning rate of 1; None for none of torch's.
-        options: of the state.
+    `optimizer`: None for none of torch's.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -17,14 +17,10 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "W
 
 
 class Mistake:
-    """One of them.
+    """One of them: a command without the program's name, and what its message contains.
 
-    Args:
-        typed: the command without the program's name.
-        says: what the message contains, besides `expected:` and `got:`.
-        lacks: a package that is not installed.
-        ranks: how many a launcher has started.
-        port_is_taken: the launcher's, by another program.
+    That is besides `expected:` and `got:`. `lacks`: a package that is not installed. `ranks`: how
+    many a launcher has started. `port_is_taken`: the launcher's, by another program.
     """
 
     def __init__(

@@ -53,13 +53,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Job:
-    """One batch job.
-
-    Attributes:
-        bed: where it runs.
-        number: Slurm's.
-        output: its file.
-    """
+    """One batch job on a bed: Slurm's number of it, and its output file."""
 
     bed: Bed
     number: str

@@ -90,13 +90,9 @@ class Records(Kept):
 
 
 class Run:
-    """A model on this rank, with the plugin or without.
+    """A model on this rank, with the plugin or without (`attachment` is then None).
 
-    Attributes:
-        model: on this rank.
-        attachment: None without the plugin.
-        records: of the plugin.
-        losses: of the steps taken by `step`.
+    `losses` are those of the steps taken by `step`.
     """
 
     def __init__(self, layout: Layout, options: Mapping[str, Any]) -> None:
@@ -143,11 +139,9 @@ class Run:
 
 @contextmanager
 def running(layout: Layout, **options: Any) -> Iterator[Run]:
-    """A run, detached at the end of the block.
+    """A run, detached at the end of the block; without `options` of `attach` it has no plugin.
 
-    Args:
-        layout: of the model; within `parallel_state_of` it, unless it has no model parallelism.
-        options: of `attach`; none leaves the plugin out.
+    Within `parallel_state_of` the layout, unless it has no model parallelism.
     """
     run = Run(layout, options)
     try:

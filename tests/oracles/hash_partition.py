@@ -47,20 +47,11 @@ def hierarchical_hash(
 ) -> tuple[list[list[int]], int, int]:
     """Groups entries by partition with Algorithm 1, one entry after the other.
 
-    An entry takes the first free one of `rehashes` hashed slots, or else the next serial slot.
+    An entry takes the first free one of `rehashes` (k) hashed slots, of `parallel_slots` (r1) in
+    each partition, or else the next of `serial_slots` (r2).
 
-    Args:
-        indices: the element of each entry.
-        partition: the partition of each entry.
-        partitions: n.
-        parallel_slots: r1 of each partition.
-        serial_slots: r2 of each partition.
-        rehashes: k.
-        seed: of the hashes that choose slots.
-
-    Returns:
-        The entry numbers of each partition, sorted by index; how many of them went through the
-        serial memory, and how many beyond its r2 slots.
+    Returns the entry numbers of each partition, sorted by index; how many of them went through the
+    serial memory, and how many beyond its r2 slots.
     """
     memory: list[list[int | None]] = [
         [None] * (parallel_slots + serial_slots) for _ in range(partitions)

@@ -43,12 +43,9 @@ def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, schem
 def ran(case, sweep, cluster, gradients, byte_s=0.0):
     """A virtual cluster that has synchronised these gradients, by the reducer of training.
 
-    Args:
-        case: a `BucketCase`; at level `node` nodes add up first, dense.
-        sweep: a `CollectiveSweep`: the form of messages.
-        cluster: a model: its links; its codec table is not looked at, and its host costs nothing.
-        gradients: fp32, one for each rank. Not mutated.
-        byte_s: seconds for each byte that local work reads or writes.
+    At level `node` nodes add up first, dense. Of `cluster` only the links count, not the codec
+    table; its host costs nothing, but for `byte_s` for each byte that local work reads or writes.
+    The fp32 gradients are not mutated.
     """
     n = len(gradients)
     virtual = VirtualCluster(n, cluster.topology(n))

@@ -38,14 +38,8 @@ def reducer_of(
 ) -> GradientReducer:
     """A reducer with residuals of its own, which are in `selector.residuals`.
 
-    Args:
-        config: as of `GradientReducer`.
-        groups: the ranks.
-        sink: receives the records.
-        progress: None for one that drives nothing: the test drives the jobs.
-        is_reported: keep undo copies, and leave selections pending.
-        planner: None for that of the configuration.
-        dump: see `GradientReducer`.
+    Without `progress` the test drives the jobs. `is_reported`: keep undo copies, and leave
+    selections pending. Without a `planner` it is that of the configuration.
     """
     residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
     residuals.undo = residuals.is_reported = is_reported
@@ -65,12 +59,8 @@ def reducer_over_gloo(
 ) -> Iterator[GradientReducer]:
     """The reducer of this rank of a gloo world, closed at the end of the block.
 
-    Args:
-        config: `scheme.timeout_s` is that of the transport.
-        sink: receives the records.
-        wrap: makes the reducer's transport from the real one.
-        is_broken: the group fails on another rank, and must not be used again.
-        options: of `reducer_of`.
+    `wrap` makes the reducer's transport from the real one. `is_broken`: the group fails on another
+    rank, and must not be used again. `options`: of `reducer_of`.
     """
     import torch.distributed as dist
 

@@ -64,12 +64,9 @@ def parameters(numel: int) -> list[ParameterSlice]:
 
 @dataclass
 class Outcomes:
-    """What one step left on every rank.
+    """What one step left on every rank: the bucket's gradient, the record, and what was `sent`.
 
-    Attributes:
-        results: the bucket's gradient after the step.
-        sent: of each rank, gradient of its node in its part, and residual before less after.
-        records: of each rank.
+    That is the gradient of its node in its part, and residual before less after.
     """
 
     results: list[torch.Tensor]
@@ -78,15 +75,7 @@ class Outcomes:
 
 
 class VirtualRanks:
-    """All ranks of a cluster; each has one bucket.
-
-    Args:
-        config: the same on all ranks.
-        sizes: ranks on each node.
-        op: of the bucket.
-        numel: elements of the bucket; None: `numel_of`.
-        dtype: of the gradient.
-    """
+    """All ranks of a cluster; each has one bucket. `sizes`: ranks on each node."""
 
     def __init__(
         self,

@@ -103,11 +103,8 @@ LAUNCHERS = {"local": _run, "torchrun": _torchrun, "srun": _srun}
 def start(launcher: str, name: str, overrides: list[str], output: str) -> None:
     """Starts the run and exits with its code.
 
-    Args:
-        launcher: of `LAUNCHERS`.
-        name: `FIRST`, or of a start that ends by itself; empty for a run that really trains.
-        overrides: of the configuration.
-        output: file to which the run's output is appended.
+    `launcher`: of `LAUNCHERS`. `name`: `FIRST`, or of a start that ends by itself; empty for a run
+    that really trains. The run's output is appended to `output`.
     """
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

@@ -23,12 +23,7 @@ def rhd_cost(n: int) -> Cost:
 
 
 def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
-    """Best and worst case of the all-reduces, by the scheme's name.
-
-    Args:
-        n: ranks.
-        rounds: of the straggler-aware schedule.
-    """
+    """Best and worst case of the all-reduces, by scheme; `rounds`: straggler-aware ones."""
     return {
         "straggler": (straggler_aware_cost(n, rounds), straggler_aware_cost(n, rounds, worst=True)),
         "dense_ring": (ring_cost(n), ring_cost(n)),

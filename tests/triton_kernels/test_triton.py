@@ -26,12 +26,7 @@ def compiled_ptx(
     """The PTX of a kernel, compiled to machine code for an architecture.
 
     Pointers are taken as aligned to 16 bytes. Fails if denormals are flushed or registers spill.
-
-    Args:
-        kernel: the function that Triton has compiled just in time.
-        signature: types of its arguments, without the constants.
-        constants: its constants.
-        arch: of `ARCHS`.
+    `signature`: types of its arguments, without the constants.
     """
     pointers = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
