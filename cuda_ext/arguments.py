@@ -102,13 +102,19 @@ def check_device(op: str, name: str, tensor: torch.Tensor) -> str:
     return tensor.device.type
 
 
-def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None:
-    """Refuses a table that is not int64 offsets, ascending from 0 to `numel`, on the CPU."""
+def check_offsets(
+    op: str, name: str, offsets: torch.Tensor, numel: int, *, whole: bool = True
+) -> None:
+    """Refuses a table that is not int64 offsets on the CPU, ascending from 0 to `numel`.
+
+    Without `whole` they may begin later and end earlier.
+    """
     check_flat(op, name, offsets, (torch.int64,), device=CPU)
     # This runs in every step; for so few numbers numpy takes a tenth of torch's time.
     table = offsets.numpy()
-    has_ends = table.size > 0 and table[0] == 0 and table[-1] == numel
-    if not has_ends or (table[1:] < table[:-1]).any():
+    lies_in = table.size > 0 and table[0] >= 0 and table[-1] <= numel
+    is_short = whole and lies_in and table[-1] - table[0] < numel
+    if not lies_in or is_short or (table[1:] < table[:-1]).any():
         expected = f"ascending offsets from 0 to {numel}"
         raise refusal(op, f"{name} does not cut the bucket", expected, offsets.tolist()[:8])
 

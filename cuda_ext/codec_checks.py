@@ -74,12 +74,15 @@ def record_kind(spec: RecordSpec) -> int:
 
 
 def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec) -> None:
-    """Refuses segments that do not cover the gradient, and unknown formats or value dtypes.
+    """Refuses segments that do not cut the gradient, and unknown formats or value dtypes.
+
+    They must cover it, but for `prune_encode` on the CPU.
 
     The native ops cannot: CUDA's do not read the tables before the launch, and none gets the
     format code, only a kind of record for each segment (`record_kind`).
     """
-    check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
+    whole = op != "prune_encode" or grad_N.is_cuda
+    check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel(), whole=whole)
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     if spec.record_format == wire.FORMAT_RICE:

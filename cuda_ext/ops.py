@@ -217,7 +217,8 @@ def prune_encode(
         grad_N: on the CPU or a CUDA device; only read.
         pruning: what to select, and the capacity. Its residual is mutated.
         segments: the pieces of the gradient. Each slot must have room for the largest record that
-            its segment may send.
+            its segment may send. On the CPU they may be some consecutive pieces only: the call
+            then prunes those, and their records are the same.
         spec: the format of the records.
         out: uint8, as in `encode`, and at least `message_capacity` bytes; with a capacity or slots
             as many as those need. Mutated.
@@ -269,11 +270,9 @@ def _results(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Checks an encoder's report, seals the records if `spec.checksum`, and splits the report.
 
-    A CUDA report is copied to the CPU here or, with `reports`, left on the device for
-    `reports` to check. A CPU encoder has raised its errors itself.
-
-    Returns:
-        int64 bytes of each record, and its int64 count of non-zero elements.
+    A CUDA report is copied to the CPU here or, with `reports`, left on the device for `reports` to
+    check. A CPU encoder has raised its errors itself. Returns each record's int64 bytes, and its
+    count of non-zero elements.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record

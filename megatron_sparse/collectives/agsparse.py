@@ -183,6 +183,7 @@ SCHEME = Scheme(
     Input.SPARSE,
     run=agsparse,
     place=70,
+    sends_by_shard=True,
     extra_cuts=part_borders,
     cost=cost,
     takes_slots=True,

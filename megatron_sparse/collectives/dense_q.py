@@ -51,6 +51,7 @@ SCHEME = Scheme(
     place=85,
     cost=cost,
     needs_shards=True,
+    sends_by_shard=True,
     takes_slots=True,
     sends_whole=True,
 )

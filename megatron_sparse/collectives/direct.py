@@ -11,6 +11,10 @@ Rank i adds the n records in rank order: the sum of a shard is made in one place
 All-reduce only: the sum is encoded once, in few bits with `scheme.sum_bits`, the sizes are
 all-gathered (as many bytes), and in phase 2, n - 1 rounds, each rank sends its sum to every other.
 
+On a CPU each shard of a long message (`Message.by_shard`) is encoded during the round of the one
+before. The agreement has no sizes then; each round begins with a message of 8 bytes, the size,
+which is sent during the round before.
+
 In capacity mode (`message.slots`) all sizes are known. There is no agreement (the identity is in
 the tag of the messages and in the records' headers), and |sum_r| is the largest size of the sum.
 
@@ -25,6 +29,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
+    POSTED,
     SMALL_BYTES,
     Exchange,
     Identity,
@@ -35,6 +40,7 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     names_of,
 )
+from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.collectives.gather import (
     doubling_all_gather,
     pairwise_all_gather,
@@ -118,6 +124,9 @@ def split(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
+    if sums.message.by_shard:
+        yield from _encode_and_split(identity, cuts, sums, group, last=last)
+        return
     n, rank, message = group.world_size, group.rank, sums.message
     names = names_of(sums.exchange.transport)  # the ranks' numbers in the whole group, for errors
     sent = message_parts(message, cuts)
@@ -133,6 +142,39 @@ def split(
     received[rank] = sent[rank]  # this rank's own shard is not sent
     yield from pairwise_all_to_all(sent, received, group, last=last)
     sums.add_messages(received, cuts[rank], names)
+
+
+def _encode_and_split(
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup, *, last: bool
+) -> Phase:
+    """`split` that encodes each shard while the one before is sent, its size first (8 bytes)."""
+    n, rank, exchange = group.world_size, group.rank, sums.exchange
+    names, received, rounds = names_of(exchange.transport), {}, []
+
+    def encoded(owner: int) -> torch.Tensor:
+        with exchange.timer.stage("prune"):
+            return sums.message.records(cuts[owner].segments)
+
+    for step in range(1, n):
+        target, source = (rank - step) % n, (rank + step) % n
+        shard = encoded(target)
+        own_size = torch.tensor([checksummed_size(shard.numel())])
+        size = torch.empty_like(own_size)
+        announced = group.post([(target, own_size)], [(source, size)])
+        if rounds:
+            yield rounds[-1]
+        else:
+            yield from exchange_sizes([], identity, exchange.transport)
+        yield announced
+        nbytes = verified_size(int(size), names[source])
+        check_announced([nbytes], [cuts[rank]], sums.message.value_dtype, [names[source]])
+        received[source] = sums.take(f"received:{step}", nbytes)
+        rounds.append(group.post([(target, shard)], [(source, received[source])]))
+    if last:
+        yield POSTED
+    received[rank] = encoded(rank)  # this rank's own shard is not sent
+    yield rounds[-1]
+    sums.add_messages([received[owner] for owner in range(n)], cuts[rank], names)
 
 
 def encode_own_shard(
@@ -188,7 +230,7 @@ def cost(run: DryRun) -> None:
 def split_cost(run: DryRun, form: RecordFormat) -> None:
     """Predicts the time of `split`: agreement, n - 1 rounds of one shard each, and n additions.
 
-    `form` is the format of the messages.
+    `form` is the format of the messages. Encoding counts in full, also where rounds hide it.
     """
     if not run.has_slots:  # in capacity mode there is no agreement
         run.agree()
@@ -255,6 +297,7 @@ SCHEME = Scheme(
     place=80,
     cost=cost,
     needs_shards=True,
+    sends_by_shard=True,
     takes_slots=True,
     has_engine=True,
 )

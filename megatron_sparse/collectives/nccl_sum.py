@@ -63,7 +63,7 @@ def sum_in_one_call(
     summed = SumCall(
         plan,
         sums.sum_N,
-        message.buffer[: message.nbytes],
+        message.records(),
         received=sums.take("received", plan.received_bytes),
         sums=sums.take("gathered", plan.sums_bytes),
         step=message.step,

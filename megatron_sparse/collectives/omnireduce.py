@@ -69,5 +69,6 @@ SCHEME = Scheme(
     place=140,
     cost=cost,
     needs_shards=True,
+    sends_by_shard=True,
     own_format="blocks",
 )

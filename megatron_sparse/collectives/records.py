@@ -210,6 +210,5 @@ def check_sizes(sizes: Sequence[int], most: Sequence[int], ranks: Sequence[int])
 
 
 def message_parts(message: Message, cuts: Sequence[Cut]) -> list[torch.Tensor]:
-    """The records of each cut, as views; the cuts are all of a message, in its order."""
-    sizes = [sum(message.segment_bytes[cut.segments]) for cut in cuts]
-    return list(message.buffer[: message.nbytes].split(sizes))
+    """The records of each cut, as views."""
+    return [message.records(cut.segments) for cut in cuts]

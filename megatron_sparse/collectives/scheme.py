@@ -38,6 +38,8 @@ class Scheme:
             `DryRun`. None: the planner never chooses the scheme.
         ops: the operations that it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
+        sends_by_shard: it sends a message of shards by `direct.split`, so each may be encoded while
+            the one before is sent.
         extra_cuts: further elements of a bucket, beside its shards' borders, at which its messages
             are cut.
         own_format: the format of its messages; None: the one that `scheme.format` names.
@@ -57,6 +59,7 @@ class Scheme:
     cost: Callable[..., None] | None = None
     ops: frozenset[CollectiveOp] = frozenset(CollectiveOp)
     needs_shards: bool = False
+    sends_by_shard: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = lambda _: ()
     own_format: str | None = None
     sends_whole: bool = False

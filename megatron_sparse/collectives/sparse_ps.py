@@ -51,7 +51,7 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * n, message.value_dtype)
     sums = SparseSum(exchange, message)
-    own = message.buffer[: message.nbytes]
+    own = message.records()
 
     if rank != SERVER:
         yield from group.exchange([(SERVER, own)], [])

@@ -44,7 +44,7 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     whole = whole_cut(message.layout)
     yield from exchange_sizes([], identity, exchange.transport)
     sums = SparseSum(exchange, message)
-    own = message.buffer[: message.nbytes]
+    own = message.records()
     room = sums.take("received", whole.capacity("fp32", message.value_dtype))
     out = sums.take("encoded", whole.capacity("fp32"))
 

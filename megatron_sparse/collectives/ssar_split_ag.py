@@ -54,5 +54,6 @@ SCHEME = Scheme(
     cost=cost,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
+    sends_by_shard=True,
     takes_slots=True,
 )

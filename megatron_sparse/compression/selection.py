@@ -63,6 +63,7 @@ class MessageSpec:
         value_bits: bits of quantised values, with the format `rice`; None for values in full.
         whole: whether every element is sent, quantised to 8 or 4 bits; the density is then 1.
         checksum: whether the records' checksums cover their payload, not the header alone.
+        by_shard: whether each shard is encoded only when the scheme asks for it.
     """
 
     density: float
@@ -75,6 +76,7 @@ class MessageSpec:
     value_bits: int | None = None
     whole: bool = False
     checksum: bool = False
+    by_shard: bool = False
 
     def value_dtype(self, grad_dtype: torch.dtype) -> str:
         """The dtype of the values on the wire: fp32, bf16, fp16, or one of `QUANTISED`."""
@@ -122,6 +124,7 @@ class Selector:
         """Selects from one bucket, and encodes the selected values as a message.
 
         One pass over gradient and residual, whose time is the stage `prune`. Updates the residual.
+        With `spec.by_shard` that is left to `Message.records`.
         The gradient's content is undefined afterwards: the collective overwrites it. The host reads
         the record sizes, on CUDA a synchronisation for each bucket; with a capacity it need not.
 
@@ -151,8 +154,9 @@ class Selector:
                 old_residual_N=None if old_N is residual_N else old_N,
             )
         with timer.stage("prune"):
+            record_spec = spec.record_spec(bucket.grad_N.dtype, step)
             message = prune_encode(
-                bucket, layout, pruning, spec.record_spec(bucket.grad_N.dtype, step), self.buffers
+                bucket, layout, pruning, record_spec, self.buffers, by_shard=spec.by_shard
             )
         message.residual_N = residual_N  # for schemes that round sums: it takes the rounding errors
         return message

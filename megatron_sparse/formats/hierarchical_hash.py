@@ -117,7 +117,7 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = VALUE_DTYPES[message.value_dtype]
     offsets = message.layout.segment_offsets.tolist()
     indices, values = [], []
-    records = message.buffer[: message.nbytes].split(message.segment_bytes)
+    records = message.records().split(message.segment_bytes)
     if not records:  # a bucket without segments
         nothing = message.buffer.new_empty(0, dtype=torch.int64)
         return nothing, nothing.to(dtype)

@@ -13,7 +13,7 @@ bucket collect their status in the message's `Reports`, which are read once at t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,14 +55,18 @@ def wire_dtype_of(grad_dtype: torch.dtype, wire_dtype: str | None) -> str:
     return own if wire_dtype is None or own != "fp32" else wire_dtype
 
 
+ALL = slice(0, None)
+"""Of segments: all of them."""
+
+
 @dataclass
 class Message:
     """One rank's encoded bucket.
 
     Attributes:
-        buffer: uint8; its first `nbytes` are records, the rest is workspace.
+        buffer: uint8, the records (`records`) and workspace.
         layout: how the bucket was cut.
-        segment_bytes: bytes of each record, or of its slot in capacity mode.
+        segment_bytes: bytes of each record, or of its slot in capacity mode; 0 if not yet encoded.
         value_dtype: fp32, bf16, fp16, or one of `QUANTISED`.
         step: the training step, checked by the receiver.
         counted: the value of `nnz`; None until the reports have been read.
@@ -74,6 +78,10 @@ class Message:
             added; None for a message without pruning.
         unquantised: for quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
         checksum: the records are sealed, as those of its sums are to be.
+        by_shard: the collective asks for one shard's records after the other, and announces each
+            size by itself (`direct.split`).
+        encode_later: encodes some segments, from a byte of `buffer` on, and returns the bytes and
+            counts of their records; None once the records lie back to back.
     """
 
     buffer: torch.Tensor
@@ -88,6 +96,26 @@ class Message:
     unquantised: str | None = None
     residual_N: torch.Tensor | None = None
     checksum: bool = False
+    by_shard: bool = False
+    encode_later: Callable[[slice, int], tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def records(self, segments: slice = ALL) -> torch.Tensor:
+        """The records of all segments or of a shard's, a view of `buffer`; encodes them if need be.
+
+        Where shards are asked for first, each lies where the longest records before it would end.
+        """
+        if self.encode_later is None:
+            at = sum(self.segment_bytes[: segments.start])
+        else:
+            before = self.layout.segment_offsets[: segments.start + 1]
+            at = ops.message_capacity(before, WIRE_CODES[self.value_dtype])
+            if not any(self.segment_bytes[segments]):
+                sizes_S, nnz_S = self.encode_later(segments, at)
+                self.segment_bytes[segments] = sizes_S.tolist()
+                self.take_counts(nnz_S)
+            if segments == ALL:
+                self.encode_later = None
+        return self.buffer[at : at + sum(self.segment_bytes[segments])]
 
     @property
     def sum_dtype(self) -> str:
@@ -107,8 +135,8 @@ class Message:
         return self.counted
 
     def take_counts(self, nnz_S: torch.Tensor) -> None:
-        """Adds up the counts of non-zero elements of each segment, on the CPU."""
-        self.counted = int(nnz_S.numpy().sum())
+        """Adds the counts of segments' non-zero elements, which are on the CPU, to `counted`."""
+        self.counted = (self.counted or 0) + int(nnz_S.numpy().sum())
 
     def tensors(self) -> list[torch.Tensor]:
         """All device memory that the message holds: its buffer, and the words of its reports."""
@@ -116,7 +144,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records."""
+        """Bytes of all records that have been encoded."""
         return sum(self.segment_bytes)
 
     def expected(
@@ -259,7 +287,13 @@ def encode_segments(
 
 
 def prune_encode(
-    bucket: Bucket, layout: Layout, pruning: Pruning, spec: RecordSpec, buffers: MessageBuffers
+    bucket: Bucket,
+    layout: Layout,
+    pruning: Pruning,
+    spec: RecordSpec,
+    buffers: MessageBuffers,
+    *,
+    by_shard: bool = False,
 ) -> Message:
     """Selects elements of a bucket by their thresholds and encodes them, in one pass.
 
@@ -270,19 +304,30 @@ def prune_encode(
             the message's size is fixed.
         spec: the format of the records.
         buffers: where the message's memory comes from.
+        by_shard: on a CPU and without a capacity: `Message.records` prunes and encodes each shard
+            when the collective asks for it. Until then the gradient must stay as it is.
     """
-    grad_N, slots, reports = bucket.grad_N, None, None
-    if pruning.capacity_S is not None:
-        reports = Reports()
-        slots = Slots.of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
-    slots_S = None if slots is None else slots.offsets  # None: records back to back
-    segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
-    room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
-    out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
-    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
-    if slots is None or reports is None:  # both are None, or neither
-        return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
+    grad_N, offsets, keep_S = bucket.grad_N, layout.segment_offsets, layout.segment_keep
+    if pruning.capacity_S is None:
+        room = ops.message_capacity(offsets, spec.value_dtype)
+        out = buffers.take_own("message", bucket, room)
+        message = _message(out, bucket, layout, [0] * keep_S.numel(), spec)
+
+        def encode_later(segments: slice, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """See `Message`."""
+            keep = keep_S[segments]
+            some = Segments(offsets[segments.start :][: keep.numel() + 1], keep)
+            return ops.prune_encode(grad_N, pruning, some, spec, out[at:])
+
+        message.encode_later, message.by_shard = encode_later, by_shard
+        if not by_shard:
+            message.records()
+        return message
     # In capacity mode the CPU does not wait: `take_counts` is called when the reports are read.
+    reports, slots = Reports(), Slots.of(offsets, keep_S, pruning.capacity_S, spec)
+    out = buffers.take_own("message", bucket, sum(slots.sizes))
+    segments = Segments(offsets, keep_S, slots.offsets)
+    _, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
     message = _message(out, bucket, layout, list(slots.sizes), spec)
     message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)

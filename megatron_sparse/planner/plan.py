@@ -25,6 +25,10 @@ from megatron_sparse.transport import ProcessGroupTransport, Transport
 WORTHWHILE = 0.7
 """Fraction of the dense bytes; a scheme that would send more is not worth its codec's time."""
 
+BY_SHARD_NUMEL = 2**20
+"""Elements of a message on a CPU from which on a shard is sent while the next one is encoded: fewer
+are encoded in a few milliseconds."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,6 +69,10 @@ class Plan:
             # `rice` is the only format with quantised values: `auto` means it, and a message of
             # every element uses it whatever `scheme.format` is.
             form = "rice"
+        device = bucket.grad_N.device.type
+        capacity = options.capacity_on(device, takes_slots=scheme.takes_slots)
+        is_long = bucket.numel * self.density >= BY_SHARD_NUMEL and bucket.world_size > 1
+        by_shard = scheme.sends_by_shard and self.sharded and is_long
         return MessageSpec(
             density=self.density,
             wire_dtype=self.wire_dtype,
@@ -72,10 +80,11 @@ class Plan:
             block_size=options.block_size,
             sharded=self.sharded,
             extra_cuts=scheme.extra_cuts(bucket),
-            capacity=options.capacity_on(bucket.grad_N.device.type, takes_slots=scheme.takes_slots),
+            capacity=capacity,
             value_bits=bits,
             whole=scheme.sends_whole,
             checksum=options.checksum,
+            by_shard=by_shard and device == "cpu" and capacity is None,
         )
 
 

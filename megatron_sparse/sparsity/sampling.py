@@ -128,7 +128,7 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     if sum_N.dtype != torch.float32:
         # This bucket's own: on a GPU another bucket's exchange may be using the collective's.
         sum_N = buffers.take_own("sum", bucket, bucket.numel, torch.float32)
-    records = message.buffer[: message.nbytes]
+    records = message.records()
     slots_S = None if message.slots is None else message.slots.offsets
     # Rank 0 stands for this rank: it would only be named as the sender of a damaged record.
     expected = message.expected(message.layout.segment_offsets, 0, slots_S)
