@@ -134,10 +134,8 @@ def _by_index(
 ) -> torch.Tensor:
     """Sorts the entries of each partition by index, then by entry number.
 
-    Args:
-        entry_K: entry numbers, partition after partition, in any order within one.
-        indices_K: the index of each entry, below 2^31.
-        offsets: where partitions begin in `entry_K`, and the last one ends.
+    `entry_K`: entry numbers, partition after partition, in any order within one; `offsets`: where
+    partitions begin in it, and the last one ends. `indices_K`: each entry's index, below 2^31.
     """
     # First all entries by one key: index in the upper half, entry number in the lower half ...
     order_K = (indices_K[entry_K] << 32 | entry_K).argsort()

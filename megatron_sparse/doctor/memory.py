@@ -383,13 +383,9 @@ def _workspace(
     """Scratch bytes of two encoders: one may encode a selection while the other encodes a sum.
 
     The scratch memory for sampling thresholds is smaller, except in small models, and left out.
-
-    Args:
-        config: see `bytes_on_virtual_ranks`.
-        bucket: the bucket, or the part of it, that a rank selects from.
-        message: bytes of the buffer of a rank's encoded selection.
-        gathered: bytes of the buffer of all ranks' encoded sums; a rank encodes its shard's sum.
-        encoded: bytes of the buffer of one encoded sum of the whole bucket.
+    `bucket` is the part that a rank selects from, if there are parts. The others are the bytes of
+    buffers: of a rank's encoded selection (`message`), of all ranks' encoded sums (`gathered`; a
+    rank encodes its shard's), of one encoded sum of the whole bucket (`encoded`).
     """
     planner, ranks = Planner(config.compression, config.scheme), bucket.world_size
     plans = [planner.plan_for(bucket, step) for step in _steps(config.compression)]

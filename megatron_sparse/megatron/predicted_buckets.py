@@ -150,11 +150,9 @@ def _cut(
 ) -> list[_Placed]:
     """Cuts the parameters into buckets, from the last parameter to the first.
 
-    Args:
-        parameters: in the order of Megatron's modules.
-        enough: a bucket ends when it has at least so many elements.
-        aligned: parameters begin at multiples of `PARAMETER_ALIGNMENT`.
-        first_apart: the first parameter is alone in a bucket.
+    They are in the order of Megatron's modules. A bucket ends when it has `enough` elements.
+    `aligned`: parameters begin at multiples of `PARAMETER_ALIGNMENT`. `first_apart`: the first one
+    is alone in a bucket.
     """
     buckets: list[_Placed] = [[]]
     stop = 0  # elements in the last bucket so far

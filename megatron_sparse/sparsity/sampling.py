@@ -400,10 +400,8 @@ def _counts(
 ) -> torch.Tensor:
     """Counts the non-zero elements between each cut and the next; int64 on the mask's device.
 
-    Args:
-        mask_B64: whether each element is non-zero, in blocks of 64.
-        before_B: non-zero elements before each block, and before the end.
-        cuts: ascending offsets of elements.
+    `mask_B64`: whether each element is non-zero, in blocks of 64. `before_B`: non-zero elements
+    before each block, and before the end.
     """
     if mask_B64.shape[0] == 0:
         return before_B.new_zeros(len(cuts) - 1)
