@@ -44,7 +44,7 @@ def sparse_star(exchange: Exchange, message: Message) -> Steps:
     table = yield from exchange_sizes([message.nbytes], identity, transport)
     sizes = [row[0] for row in table]
     check_announced(sizes, [whole] * group.world_size, message.value_dtype)
-    own = message.buffer[: message.nbytes]
+    own = message.records()
     others = [rank for rank in range(group.world_size) if rank != MIDDLE]
 
     if group.rank != MIDDLE:

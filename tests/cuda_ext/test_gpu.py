@@ -74,7 +74,7 @@ def messages(device, form):
         record_spec("fp32", 3, form, 64),
         buffers,
     )
-    records = made.buffer[: made.nbytes]
+    records = made.records()
     total_N = torch.full((9001,), torch.nan, device=device)
     expected = Expected(layout.segment_offsets, WIRE_CODES["fp32"], 3, rank=0)
     message.decode_add_(total_N, records, expected, fresh=True)

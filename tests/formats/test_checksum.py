@@ -152,7 +152,7 @@ def test_the_key_reaches_selection_and_the_profile() -> None:
     bucket = rank.bucket(gradient_N)
     spec = Planner(config, options).plan_for(bucket, 5).message_spec(bucket, options)
     sent_N = rank.send(gradient_N, 5, **vars(spec))
-    records = rank.message.buffer[: rank.message.nbytes].numpy().tobytes()
+    records = rank.message.records().numpy().tobytes()
     assert Header.unpack(opened(records), rank=0).nnz == sent_N.count_nonzero() > 0
     with pytest.raises(WireFormatError, match="field checksum"):
         Header.unpack(records, rank=0)
