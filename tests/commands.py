@@ -12,14 +12,9 @@ from megatron_sparse.errors import ConfigError
 
 
 def run(*words: object) -> int:
-    """The exit code of a command.
+    """The exit code of a command, such as `run("report", folder, "--output report.html")`.
 
-    Args:
-        words: what follows the program's name; a text is split as a shell would, anything else,
-            such as a path, is one word.
-
-    Example:
-        `run("report", folder, "--output report.html")`.
+    A text is split as a shell would; anything else, such as a path, is one word.
     """
     split = [shlex.split(word) if isinstance(word, str) else [str(word)] for word in words]
     with pytest.raises(SystemExit) as caught:

@@ -224,12 +224,8 @@ def on_ranks(
     """Makes a test of a function, which then runs on each of so many ranks.
 
     The function's first argument is the rank; pytest gives the others, which must pickle. One of
-    them may be the number of ranks: `world_size` is then its name.
-
-    Args:
-        world_size: see above.
-        before: called first on each rank.
-        options: of `run_ranks`.
+    them may be the number of ranks: `world_size` is then its name. `before` is called first on each
+    rank.
     """
 
     def test_of(body: Callable[..., None]) -> Callable[..., None]:

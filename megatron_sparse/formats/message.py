@@ -107,6 +107,8 @@ class Message:
         if self.encode_later is None:
             at = sum(self.segment_bytes[: segments.start])
         else:
+            # Shards that were asked for one by one do not lie back to back.
+            assert segments != ALL or not self.nbytes, "some shards have been asked for"
             before = self.layout.segment_offsets[: segments.start + 1]
             at = ops.message_capacity(before, WIRE_CODES[self.value_dtype])
             if not any(self.segment_bytes[segments]):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.records import shard_cuts
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.formats.message import MessageBuffers, prune_encode, record_spec
 from megatron_sparse.planner import plan
@@ -66,6 +68,21 @@ def test_all_records_may_be_asked_for_first():
         shards = [message.records(cut.segments).clone() for cut in reversed(cuts)][::-1]
         made.append([torch.cat(shards).tolist(), rest.tolist(), message.nnz, message.nbytes])
     assert made[0] == made[1]
+
+
+def test_only_long_messages_on_a_cpu():
+    def is_by_shard(numel, ranks=4, device="cpu", scheme="direct"):
+        grad_N = torch.empty(numel, dtype=torch.bfloat16, device=device)
+        bucket = Bucket("b", grad_N, [], CollectiveOp.REDUCE_SCATTER, ranks)
+        planned = plan.Plan(scheme, Phase.TARGET, 0.25, None, sharded=True, reason="")
+        return planned.message_spec(bucket, SchemeConfig()).by_shard
+
+    least = 4 * plan.BY_SHARD_NUMEL
+    assert is_by_shard(least)
+    assert not is_by_shard(least - 4)
+    assert not is_by_shard(least, ranks=1)
+    assert not is_by_shard(least, device="meta")
+    assert not is_by_shard(least, scheme="sparse_ring")
 
 
 def _train(rank, world_size, scheme, op, alone):

@@ -39,14 +39,12 @@ def _hooked(optimizer=torch.optim.SGD, **options):
 
 
 def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
-    """Trains on passes: each a factor of the gradient, and what the loop does with it.
+    """Trains on passes; returns the weights, and this rank's residual.
 
-    `use`: a step; `skip`: none, the gradient is cleared; `clear`: the same, zeros in place; `add`:
-    none, the next pass adds to the gradient; `discard`: as `skip`, and the state is told.
-    `by_hand` updates without an optimizer of torch's.
-
-    Returns:
-        The weights, and this rank's residual.
+    A pass is a factor of the gradient, and what the loop does with it. `use`: a step; `skip`: none,
+    the gradient is cleared; `clear`: the same, zeros in place; `add`: none, the next pass adds to
+    the gradient; `discard`: as `skip`, and the state is told. `by_hand` updates without an
+    optimizer of torch's.
     """
     optimizer = None if by_hand else torch.optim.SGD
     ddp, stepper, state = _hooked(optimizer, undo=undo, **FIVE_PERCENT)

@@ -37,23 +37,17 @@ class Layout:
     Attributes:
         tensor, pipeline, context, expert: ranks of each kind of parallelism.
         expert_tensor: tensor parallelism inside the experts; null takes `tensor`.
-        virtual: model chunks of each pipeline stage.
         experts: of each layer; 0 builds dense layers.
         dispatcher: how tokens reach the experts of other ranks: `allgather` or `alltoall`.
         sequence_parallel: with torch's norm wrapped, because Megatron's refuses it.
         tied: one matrix for the embedding and the output.
         attention: without it a layer is its MLP; Megatron's own attention refuses context
             parallelism.
-        microbatches: of a step.
-        precision: of the parameters.
         instances: of the distributed optimizer.
-        hidden: width of the model.
-        vocabulary: tokens.
         ddp: fields of `DistributedDataParallelConfig`.
         optimizing: fields of `OptimizerConfig`.
         hybrid: a `HybridModel` of one attention and one MLP layer for each of `layers`, instead of
             a `GPTModel`; an untied one.
-        optimizer: `adam` or `muon`.
         layer_wise: each matrix belongs to one rank's Muon, the rest to the distributed optimizer;
             as --optimizer muon with --use-distributed-optimizer.
         per_token: the loss is a sum over tokens, as with --calculate-per-token-loss.
@@ -165,10 +159,7 @@ class ParallelGPT:
     """See the module's docstring. The same weights and data in every run of a layout and seed.
 
     Needs an initialised process group and the CPU mode. Makes Megatron's groups of a layout without
-    model parallelism, if there are none.
-
-    Attributes:
-        counted: tokens of each sequence that enter the loss.
+    model parallelism, if there are none. `counted`: tokens of each sequence that enter the loss.
     """
 
     counted = SEQUENCE

@@ -56,8 +56,7 @@ def _config(scheme, density, wire_dtype=None, capacity="auto"):
 def two_steps(scheme, op, gradient_of, pieces, density, **options):
     """Two steps of a scheme on this rank of a gloo world, with another gradient in each.
 
-    Returns:
-        Of each step: this rank's part of the sum in fp32, what the rank sent, and the record.
+    Returns of each step: this rank's part of the sum in fp32, what the rank sent, and the record.
     """
     import torch.distributed as dist
 
