@@ -12,8 +12,8 @@ All-reduce only: the sum is encoded once, in few bits with `scheme.sum_bits`, th
 all-gathered (as many bytes), and in phase 2, n - 1 rounds, each rank sends its sum to every other.
 
 On a CPU each shard of a long message (`Message.by_shard`) is encoded during the round of the one
-before. The agreement has no sizes then; each round begins with a message of 8 bytes, the size,
-which is sent during the round before.
+before. The agreement has no sizes then: each size is a message of 8 bytes to the shard's owner,
+sent while the round before is still under way.
 
 In capacity mode (`message.slots`) all sizes are known. There is no agreement (the identity is in
 the tag of the messages and in the records' headers), and |sum_r| is the largest size of the sum.

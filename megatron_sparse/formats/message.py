@@ -100,7 +100,7 @@ class Message:
     encode_later: Callable[[slice, int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def records(self, segments: slice = ALL) -> torch.Tensor:
-        """The records of all segments or of a shard's, a view of `buffer`; encodes them if need be.
+        """The records of all segments, or of a shard's, in `buffer`; encodes them if need be.
 
         Where shards are asked for first, each lies where the longest records before it would end.
         """

@@ -57,7 +57,7 @@ MOVE_BITS: Mapping[torch.dtype, float] = {
 learning rate of 3e-4, without directions; fp16's steps are 8 times finer than bf16's."""
 MARGIN = 0.4
 """The part of a raw gather's time that an exact one must be predicted to save. With four ranks on
-two cores, which the prediction does not know, 21 to 26 % made iterations up to 14 % longer."""
+two cores, which prices do not know, 21 to 26 % were none (docs/results/testbed.md, `auto`)."""
 GATHERED_BYTES = (8, 1024, 2**16, 2**18, 2**20, 2**23)
 """Sizes of the all-gathers that measure the links, from each rank. Fast links, and ranks that share
 a processor, show their rate only in large ones."""

@@ -9,7 +9,8 @@
                    buckets pass it in the order of their launch, which is the same on all ranks --
                 On CUDA the gate leads from one stream to another (`job`).
     agree       decide which rank to skip, if any; exchange measurements for later plans
-    exchange    run the plan's collective, which overwrites the gradient with the sum
+    exchange    run the plan's collective, which overwrites the gradient with the sum; on a CPU it
+                may also encode the shards (`Message.by_shard`)
     finish      complete the bucket's telemetry record
 
 The residual (error feedback) of a bucket is what earlier steps did not send. "Host" in a name is
