@@ -109,8 +109,8 @@ struct Pruned {
 };
 
 // x = g + e; drop = |x| <= threshold, but for the ties that are drawn (limit.h);
-// out = drop ? 0 : round(x); e' = drop ? leak x : x - out.
-template <class L, int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
+// out = drop ? 0 : round(x); e' = drop ? leak x : x - out. SPECIAL: x may be NaN, or tie.
+template <class L, int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC, bool SPECIAL = true>
 MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual_raw,
                                   const Limit& limit, float leak, const PruneSeeds& seeds,
                                   uint32_t high, typename L::U low) {
@@ -121,7 +121,7 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   const U bits = L::as_bits(x), magnitude = bits & kMagnitude, sign = bits & ~kMagnitude;
   M drop = L::as_float(magnitude) <= limit.threshold;  // false for NaN: it is kept and travels
   // Rarely: with a continuous distribution a sample ties with nothing but itself.
-  if (L::any_tie(L::as_float(magnitude), limit)) {
+  if (SPECIAL && L::any_tie(L::as_float(magnitude), limit)) {
     const U bits_of_tie = hash_bits(hash_seed_at(seeds.tie, high), low);
     const F draw = L::to_float(bits_of_tie >> 8) * (1.0f / kTwoTo24);
     const M drawn = (L::as_float(magnitude) == limit.threshold) & (draw < limit.chance);
@@ -135,8 +135,9 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   }
   const U rounded = round_magnitude<L, G, STOCHASTIC, true>(magnitude, random);
   // Use one NaN on all machines: they differ in which operand's payload survives an addition.
-  const U special = L::select(magnitude > kInfinity, U{} + kNan, bits);
-  const U kept = L::select(finite, sign | rounded, special);
+  const U special = SPECIAL ? L::select(magnitude > kInfinity, U{} + kNan, bits) : bits;
+  // An fp32 value is not rounded, so it is `special` if it is finite, too.
+  const U kept = G == Grid::kFp32 ? special : L::select(finite, sign | rounded, special);
   const U out = L::select(drop, U{}, kept);
 
   F remainder = {};  // fp32 values are not rounded

@@ -15,9 +15,12 @@ RiceArguments rice_of(const EncodeRequest& r, const PruneArguments* pruning) {
                         r.without_indices,
                         r.residual.has_value() ? r.residual->mutable_data_ptr() : nullptr,
                         kFp32,
-                        -1};
+                        -1,
+                        false};
   if (pruning == nullptr) return rice;
   if (is_quantised(rice.dtype)) rice.residual = pruning->residual;
+  rice.at_once = is_quantised(rice.dtype) && !rice.without_indices &&
+                 rice.log2_span <= kMostOnceSpan && !r.capacity.has_value();
   rice.residual_dtype = pruning->residual_dtype;
   rice.key = pruning->key;
   return rice;

@@ -11,8 +11,8 @@ inline Workspace workspace_of(const EncodeArguments& a) {
   // Elements that a limit takes back must have been staged; else values that have no room in the
   // message need none here.
   const int64_t most = a.most_nnz != nullptr ? a.numel : a.capacity / value_bytes;
-  return lay_out_workspace(
-      a.workspace, {a.numel, a.segment_count, value_bytes, most, a.block_size != 0, false, 0});
+  return lay_out_workspace(a.workspace, {a.numel, a.segment_count, value_bytes, most,
+                                         a.block_size != 0, false, 0, false});
 }
 
 // Clears the workspace's counters and the slots, if any, and cuts the segments into tiles.

@@ -20,7 +20,8 @@ struct RecordPlan {
   uint8_t kind;
 };
 
-inline constexpr int kSignGroups = 8;  // of a tile: the part of one warp of compaction
+inline constexpr int kCodedWords = kPiciTile / 2;  // a tile's values in bf16; few bits take less
+inline constexpr int kSignGroups = 8;              // of a tile: the part of one warp of compaction
 
 // Tiles of 4096 elements restart in each segment and are numbered through the bucket.
 struct Workspace {
@@ -40,6 +41,8 @@ struct Workspace {
   int64_t value_capacity;
   uint32_t* unary;  // [128 * tiles]: where, in the bits of its chunk's unary part, the 1 of the
                     // word's first entry lies; null without Rice indices
+  uint32_t* coded;  // [kCodedWords * tiles] words of chunks, each from its first tile's on; null
+                    // unless they are coded at once
   bool rice;        // records are dense or of format Rice, no others
   int64_t zeroed_bytes;  // from nnz_states on
   int64_t bytes;
@@ -53,6 +56,7 @@ struct WorkspaceShape {
   bool with_blocks;
   bool rice;
   int64_t chunk_slots;  // of Rice records with indices; 0 for others
+  bool at_once;         // whether chunks are coded at once
 };
 
 inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
@@ -76,7 +80,11 @@ inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
   w.signs = memory.take<uint32_t>(tiles * kTileWords);
   w.has_signs = memory.take<uint8_t>(tiles * kSignGroups);
   w.values = memory.take<uint8_t>(w.value_capacity * shape.value_bytes);
-  if (shape.chunk_slots > 0) w.unary = memory.take<uint32_t>(tiles * kTileWords);
+  if (shape.at_once) {
+    w.coded = memory.take<uint32_t>(tiles * kCodedWords);
+  } else if (shape.chunk_slots > 0) {
+    w.unary = memory.take<uint32_t>(tiles * kTileWords);
+  }
   w.bytes = memory.used();
   return w;
 }

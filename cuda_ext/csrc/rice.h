@@ -54,7 +54,8 @@ MS_INLINE int64_t chunks_of(int64_t numel, int log2_span) {
   return (numel + (int64_t{1} << log2_span) - 1) >> log2_span;
 }
 
-MS_INLINE int64_t planes_of(int64_t entries) {
+template <class T>
+MS_INLINE T planes_of(T entries) {
   return (entries + kPlane - 1) / kPlane;
 }
 
@@ -67,7 +68,8 @@ MS_INLINE int rice_parameter(int64_t numel, int64_t entries) {
 }
 
 // Words of a chunk's values.
-MS_INLINE int64_t value_words(int dtype, int64_t entries) {
+template <class T>
+MS_INLINE T value_words(int dtype, T entries) {
   if (dtype == kFp32) return entries;
   if (!is_quantised(dtype)) return (entries + 1) / 2;
   return (entries + kRiceGroup - 1) / kRiceGroup + code_bits(dtype) * planes_of(entries);

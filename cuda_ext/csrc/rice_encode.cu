@@ -2,6 +2,7 @@
 #include "encode_steps.cuh"
 #include "rice_encode_kernel.cuh"
 #include "rice_encode_measure.cuh"
+#include "rice_encode_once.cuh"
 #include "rice_encode_whole.cuh"
 
 namespace megatron_sparse {
@@ -14,14 +15,18 @@ int64_t chunk_slots(const EncodeArguments& a, const RiceArguments& rice) {
 Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice) {
   // Without indices nothing is staged.
   if (rice.without_indices) {
-    return lay_out_workspace(a.workspace, {0, a.segment_count, 0, 0, false, true, 0});
+    return lay_out_workspace(a.workspace, {0, a.segment_count, 0, 0, false, true, 0, false});
+  }
+  if (rice.at_once) {
+    return lay_out_workspace(
+        a.workspace, {a.numel, a.segment_count, 0, 0, false, true, chunk_slots(a, rice), true});
   }
   const int64_t value_bytes = dtype_bytes(a.value_dtype);
   // As for other formats. How many quantised values a message has room for depends on them.
   const bool all = a.most_nnz != nullptr || is_quantised(rice.dtype);
   return lay_out_workspace(
       a.workspace, {a.numel, a.segment_count, value_bytes, all ? a.numel : a.capacity / value_bytes,
-                    false, true, chunk_slots(a, rice)});
+                    false, true, chunk_slots(a, rice), false});
 }
 
 // The launches after compaction, for records with indices.
@@ -54,6 +59,24 @@ void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t str
   });
 }
 
+// The launches after the cut, for chunks that are coded at once.
+void launch_once(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
+  const int64_t slots = chunk_slots(call.encode, call.rice);
+  const cudaLaunchConfig_t coding =
+      grid_for(slots, multiprocessors() * kOnceBlocks, kRiceThreads, stream);
+  with_constant<kFp32, kBf16, kFp16>(call.encode.grad_dtype, [&](auto grad) {
+    with_constant<kFp32, kBf16>(call.rice.residual_dtype, [&](auto residual) {
+      with_constant<kQ8, kQ4, kQ3, kQ2>(call.rice.dtype, [&](auto dtype) {
+        constexpr auto kernel = rice_once_kernel<decltype(grad)::value, decltype(residual)::value,
+                                                 decltype(dtype)::value>;
+        cudaLaunchKernelEx(&coding, kernel, work, call);
+      });
+    });
+  });
+  const cudaLaunchConfig_t moving = grid_of_items(32 * slots, kRiceThreads, stream);
+  cudaLaunchKernelEx(&moving, rice_move_kernel, work, call);
+}
+
 }  // namespace
 
 int64_t rice_encode_workspace_bytes(const EncodeArguments& a, const RiceArguments& rice) {
@@ -80,6 +103,7 @@ void launch_rice_prune_encode(const EncodeArguments& a, const RiceArguments& ric
   launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
   if (rice.without_indices) return launch_whole({a, rice, p, prune_seeds(rice.key)}, work, stream);
+  if (rice.at_once) return launch_once({a, rice, p, prune_seeds(rice.key)}, work, stream);
   launch_prune(a, p, work, stream);
   // The value that pruning leaves of an fp32 gradient is all of gradient + residual.
   const bool entries_rest = rice.residual != nullptr && a.grad_dtype != kFp32;

@@ -56,8 +56,10 @@ struct ChunkPlace {
   }
 };
 
-__device__ __forceinline__ ChunkPlace chunk_at(const Workspace& work, const EncodeArguments& call,
-                                               const RiceArguments& rice, int64_t slot) {
+// A slot's chunk, before its entries are counted.
+__device__ __forceinline__ ChunkPlace uncounted_chunk_at(const Workspace& work,
+                                                         const EncodeArguments& call,
+                                                         const RiceArguments& rice, int64_t slot) {
   ChunkPlace chunk = {};
   chunk.segment =
       find_last(call.segment_count, [&](int64_t s) { return first_slot(work, rice, s) <= slot; });
@@ -70,6 +72,13 @@ __device__ __forceinline__ ChunkPlace chunk_at(const Workspace& work, const Enco
   chunk.numel = min(left, int64_t{1} << rice.log2_span);
   chunk.first_tile = work.tile_begin[chunk.segment] + (chunk.number << log2_tiles(rice));
   chunk.tile_end = chunk.first_tile + tiles_of(chunk.numel);
+  return chunk;
+}
+
+__device__ __forceinline__ ChunkPlace chunk_at(const Workspace& work, const EncodeArguments& call,
+                                               const RiceArguments& rice, int64_t slot) {
+  ChunkPlace chunk = uncounted_chunk_at(work, call, rice, slot);
+  if (chunk.numel == 0) return chunk;
   chunk.counts = staged_counts(work, call, chunk.segment);
   chunk.staged = chunk.counts.before(chunk.first_tile);
   chunk.entries = chunk.counts.before(chunk.tile_end) - chunk.staged;

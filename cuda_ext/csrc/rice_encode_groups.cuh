@@ -7,6 +7,8 @@
 namespace megatron_sparse {
 
 constexpr int kLaneValues = kRiceGroup / 32;
+template <int BITS>
+constexpr int kGroupWords = 1 + BITS * (kRiceGroup / kPlane);
 
 // Of 4-bit numbers, of which each lane has four neighbours (number i in bits 4 i to 4 i + 3), the
 // word of plane lane % 4 of the lane's set of 32. Called by a whole warp.

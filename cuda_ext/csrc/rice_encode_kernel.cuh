@@ -123,7 +123,7 @@ __device__ __forceinline__ void place_group_values(const Workspace& work, const 
       x[i] = at < count ? ScalarLanes::as_float(staged[at]) : 0.0f;
       if (at < count && call.entries_rest) x[i] += load_rest(call, chunk.begin - 1 + listed[at]);
     }
-    quantise_group<kBits, false>(x, count, head.words + first / kRiceGroup * (1 + 4 * kBits));
+    quantise_group<kBits, false>(x, count, head.words + first / kRiceGroup * kGroupWords<kBits>);
     if (call.rice.residual == nullptr) return;
     const uint4 four = *reinterpret_cast<const uint4*>(listed + lane_first);
     const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
@@ -270,18 +270,10 @@ template <int DTYPE>
 __device__ __forceinline__ void start_chunk(const Workspace& work, const RiceCall& call,
                                             unsigned slot, ChunkHead& head) {
   ChunkPlace chunk = chunk_at(work, call.encode, call.rice, slot);
-  const RecordPlan& plan = work.plans[chunk.segment];
-  if (plan.kind != kKindRice) chunk.entries = chunk.numel = 0;
+  if (work.plans[chunk.segment].kind != kKindRice) chunk.entries = chunk.numel = 0;
   head.place = chunk;
   if (chunk.numel == 0) return;
-  const int64_t first = first_slot(work, call.rice, chunk.segment);
-  const int64_t words_before = prefix_after(work.chunk_states, int64_t{slot} - 1) -
-                               prefix_after(work.chunk_states, first - 1);
-  uint8_t* payload = call.encode.out + plan.at + kHeaderBytes;
-  RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
-  rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
-                        static_cast<uint32_t>(words_before)};
-  head.words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+  head.words = write_row(work, call.encode, call.rice, slot, chunk);
   head.index_words = head.words + value_words(DTYPE, chunk.entries);
   if (chunk.entries > 0) head.r = rice_parameter(chunk.numel, chunk.entries);
 }

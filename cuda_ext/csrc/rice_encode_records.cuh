@@ -37,4 +37,19 @@ __device__ __forceinline__ void start_record(const RiceArguments& rice, const Re
   clear(reinterpret_cast<uint8_t*>(rows + chunks + 1), payload + plan.sections.values);
 }
 
+// Writes the row of the chunk in a slot, and returns where its words begin.
+__device__ __forceinline__ uint32_t* write_row(const Workspace& work, const EncodeArguments& call,
+                                               const RiceArguments& rice, int64_t slot,
+                                               const ChunkPlace& chunk) {
+  const RecordPlan& plan = work.plans[chunk.segment];
+  const int64_t first = first_slot(work, rice, chunk.segment);
+  const int64_t words_before =
+      prefix_after(work.chunk_states, slot - 1) - prefix_after(work.chunk_states, first - 1);
+  uint8_t* payload = call.out + plan.at + kHeaderBytes;
+  RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
+  rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
+                        static_cast<uint32_t>(words_before)};
+  return reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+}
+
 }  // namespace megatron_sparse

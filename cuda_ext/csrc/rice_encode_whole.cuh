@@ -61,12 +61,17 @@ struct WholeRecords {
   }
 };
 
-// `count` of four neighbours, the others 0.
+// Whether a lane's neighbours can be moved together.
 template <class Raw>
-__device__ __forceinline__ void load_neighbours(const void* from, int64_t at, int count,
-                                                bool aligned, uint32_t (&to)[kLaneValues]) {
-  const Raw* first = static_cast<const Raw*>(from) + at;
-  if (aligned && count >= kLaneValues) {
+__device__ __forceinline__ bool is_aligned(const Raw* first) {
+  return reinterpret_cast<uintptr_t>(first) % (kLaneValues * sizeof(Raw)) == 0;
+}
+
+// `count` of four neighbours, the others 0; all of them `together` where all are there and aligned.
+template <class Raw>
+__device__ __forceinline__ void load_neighbours(const Raw* first, int count, bool together,
+                                                uint32_t (&to)[kLaneValues]) {
+  if (together) {
     const auto all = *reinterpret_cast<const Neighbours<Raw, kLaneValues>*>(first);
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) to[i] = all.value[i];
@@ -77,10 +82,9 @@ __device__ __forceinline__ void load_neighbours(const void* from, int64_t at, in
 }
 
 template <class Raw>
-__device__ __forceinline__ void store_neighbours(void* to, int64_t at, int count, bool aligned,
+__device__ __forceinline__ void store_neighbours(Raw* first, int count, bool together,
                                                  const uint32_t (&from)[kLaneValues]) {
-  Raw* first = static_cast<Raw*>(to) + at;
-  if (!aligned || count < kLaneValues) {
+  if (!together) {
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) {
       if (i < count) first[i] = static_cast<Raw>(from[i]);
@@ -94,20 +98,32 @@ __device__ __forceinline__ void store_neighbours(void* to, int64_t at, int count
   }
 }
 
-// The value that pruning leaves of element `at`, with the residual that it leaves added; counts it.
-template <int GRAD, int RESIDUAL>
-__device__ __forceinline__ float pruned_value(const WholeCall& call, uint32_t grad, uint32_t rest,
-                                              const Limit& limit, int64_t at, int& nnz) {
+// What pruning leaves of element `at` and of its residual.
+template <int GRAD, int RESIDUAL, bool SPECIAL = true>
+__device__ __forceinline__ Pruned<ScalarLanes> pruned_at(const WholeCall& call, uint32_t grad,
+                                                         uint32_t rest, const Limit& limit,
+                                                         int64_t at) {
   using L = ScalarLanes;
   constexpr Grid grid = grid_of(GRAD, kFp32);
   const uint32_t high = static_cast<uint32_t>(at >> 32), low = static_cast<uint32_t>(at);
   const bool random = (GRAD != kFp32 || RESIDUAL != kFp32) && call.prune.key >= 0;
-  const Pruned<L> done = random ? prune_element<L, GRAD, RESIDUAL, grid, true>(
-                                      grad, rest, limit, call.prune.leak, call.seeds, high, low)
-                                : prune_element<L, GRAD, RESIDUAL, grid, false>(
-                                      grad, rest, limit, call.prune.leak, call.seeds, high, low);
-  nnz += done.nonzero;
-  return widen<L, GRAD>(done.grad) + widen<L, RESIDUAL>(done.residual);
+  return random ? prune_element<L, GRAD, RESIDUAL, grid, true, SPECIAL>(
+                      grad, rest, limit, call.prune.leak, call.seeds, high, low)
+                : prune_element<L, GRAD, RESIDUAL, grid, false, SPECIAL>(
+                      grad, rest, limit, call.prune.leak, call.seeds, high, low);
+}
+
+// The value of a pruned element that is sent, with the residual that pruning left added.
+template <int GRAD, int RESIDUAL>
+__device__ __forceinline__ float value_to_send(const Pruned<ScalarLanes>& done) {
+  return widen<ScalarLanes, GRAD>(done.grad) + widen<ScalarLanes, RESIDUAL>(done.residual);
+}
+
+// The raw bits of the residual of element `at`.
+template <int RESIDUAL>
+__device__ __forceinline__ uint32_t raw_rest(const WholeCall& call, float rest, int64_t at) {
+  if (RESIDUAL == kFp32) return ScalarLanes::as_bits(rest);
+  return narrow_residual(rest, call.seeds.residual, call.rice.key >= 0, static_cast<uint64_t>(at));
 }
 
 // The same of a gradient that is not pruned: its -0.0 count as 0.0.
@@ -136,19 +152,19 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
                                            int64_t begin, int64_t first, int length) {
   using Raw = typename RawType<GRAD>::type;
   using RawRest = typename RawType<RESIDUAL>::type;
-  constexpr int kBits = code_bits(DTYPE), kGroupWords = 1 + kBits * (kRiceGroup / kPlane);
+  constexpr int kBits = code_bits(DTYPE);
   const EncodeArguments& encode = call.encode;
   const PruneArguments& prune = call.prune;
-  void* residual = call.rice.residual;
-  const void* old_residual = prune.thresholds == nullptr ? residual : prune.old_residual;
+  // Of the tile; null if there is none.
+  const Raw* grads = static_cast<const Raw*>(encode.grad) + begin;
+  RawRest* rests = static_cast<RawRest*>(call.rice.residual);
+  const void* old = prune.thresholds == nullptr ? call.rice.residual : prune.old_residual;
+  if (rests != nullptr) rests += begin;
+  const RawRest* old_rests = static_cast<const RawRest*>(old) + begin;
   const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
   const bool quantises = plan.kind == kKindRice;
-  const auto is_aligned = [begin](const void* of, size_t bytes) {
-    return (reinterpret_cast<uintptr_t>(of) + begin * bytes) % (kLaneValues * bytes) == 0;
-  };
-  const bool grad_aligned = is_aligned(encode.grad, sizeof(Raw));
-  const bool old_aligned = is_aligned(old_residual, sizeof(RawRest));
-  const bool rest_aligned = is_aligned(residual, sizeof(RawRest));
+  const bool grad_aligned = is_aligned(grads), old_aligned = is_aligned(old_rests);
+  const bool rest_aligned = is_aligned(rests);
   Limit limits[kLaneValues] = {};
   bool one_range = true;
   if (prune.thresholds != nullptr) {
@@ -161,17 +177,17 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
   const int64_t chunk = first >> log2_span;
   uint32_t* words = reinterpret_cast<uint32_t*>(values) +
                     chunk * value_words(DTYPE, int64_t{1} << log2_span) +
-                    (first - (chunk << log2_span)) / kRiceGroup * kGroupWords;
+                    (first - (chunk << log2_span)) / kRiceGroup * kGroupWords<kBits>;
   uint32_t grad[kLaneValues], rest[kLaneValues] = {};
   const auto load = [&](int group) {
     const int at = group + kLaneValues * lane;
-    load_neighbours<Raw>(encode.grad, begin + at, length - at, grad_aligned, grad);
-    if (residual == nullptr) return;
-    load_neighbours<RawRest>(old_residual, begin + at, length - at, old_aligned, rest);
+    const bool all = length - at >= kLaneValues;
+    load_neighbours(grads + at, length - at, grad_aligned && all, grad);
+    if (rests != nullptr) load_neighbours(old_rests + at, length - at, old_aligned && all, rest);
   };
   int nnz = 0;
   load(0);
-  for (int group = 0; group < length; group += kRiceGroup, words += kGroupWords) {
+  for (int group = 0; group < length; group += kRiceGroup, words += kGroupWords<kBits>) {
     const int at = group + kLaneValues * lane, count = length - at;
     float x[kLaneValues];
     if (prune.thresholds == nullptr) {
@@ -183,7 +199,10 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
       if (!one_range) find_limits(prune, begin + at, count, limits);
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) {
-        x[i] = pruned_value<GRAD, RESIDUAL>(call, grad[i], rest[i], limits[i], begin + at + i, nnz);
+        const auto done =
+            pruned_at<GRAD, RESIDUAL>(call, grad[i], rest[i], limits[i], begin + at + i);
+        nnz += done.nonzero;
+        x[i] = value_to_send<GRAD, RESIDUAL>(done);
       }
     }
     if (group + kRiceGroup < length) load(group + kRiceGroup);  // on its way during the arithmetic
@@ -197,17 +216,15 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
         out[i] = rounded.sent;
         x[i] = rounded.rest;
       }
-      store_neighbours<uint16_t>(values, first + at, count, true, out);
+      store_neighbours(reinterpret_cast<uint16_t*>(values) + first + at, count,
+                       count >= kLaneValues, out);
     }
-    if (residual == nullptr) continue;
+    if (rests == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) {
-      const uint64_t element = static_cast<uint64_t>(begin + at + i);
-      out[i] = RESIDUAL == kFp32
-                   ? ScalarLanes::as_bits(x[i])
-                   : narrow_residual(x[i], call.seeds.residual, call.rice.key >= 0, element);
+      out[i] = raw_rest<RESIDUAL>(call, x[i], begin + at + i);
     }
-    store_neighbours<RawRest>(residual, begin + at, count, rest_aligned, out);
+    store_neighbours(rests + at, count, rest_aligned && count >= kLaneValues, out);
   }
   return nnz;
 }

@@ -133,10 +133,12 @@ EXPORT int64_t workspace_of_encode(int64_t numel, int64_t segments, int value_dt
 }
 
 EXPORT int64_t workspace_of_rice_encode(int64_t numel, int64_t segments, int value_dtype,
-                                        int64_t capacity, int log2_span, bool without_indices) {
+                                        int64_t capacity, int log2_span, bool without_indices,
+                                        bool at_once) {
   megatron_sparse::EncodeArguments call = {};
   call.numel = numel, call.segment_count = segments, call.capacity = capacity;
   call.value_dtype = megatron_sparse::staged_dtype(value_dtype);
   return megatron_sparse::rice_encode_workspace_bytes(
-      call, {value_dtype, log2_span, without_indices, nullptr, megatron_sparse::kFp32, -1});
+      call,
+      {value_dtype, log2_span, without_indices, nullptr, megatron_sparse::kFp32, -1, at_once});
 }

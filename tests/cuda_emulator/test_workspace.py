@@ -30,6 +30,6 @@ def test_an_encoder_s(emulator: Emulator, segments: int, code: int, density: flo
 def test_an_encoder_s_of_few_bits(emulator: Emulator, segments: int, code: int, span: int) -> None:
     """It has room for all values."""
     taken = emulator.library.workspace_of_rice_encode(
-        *map(c_int64, (NUMEL, segments)), code, c_int64(4000), span, False
+        *map(c_int64, (NUMEL, segments)), code, c_int64(4000), span, False, False
     )
     assert taken <= encoder_bytes(NUMEL, 4 * NUMEL) <= TIMES * taken

@@ -1,0 +1,375 @@
+// The CUDA encoder of what is pruned and quantised, for chunks of up to 2^13 elements: after the
+// cut, one launch prunes and codes, and one moves coded words into the records. The bytes are the
+// CPU's (rice_encode.cpp).
+//
+// A block takes one chunk after the other by ticket. It keeps the sums of gradient and residual in
+// shared memory, lists the entries, codes groups of 128, puts what the levels lose back among the
+// sums, and then writes the whole residual. Words lie at their chunk's place in the workspace until
+// all sizes are known. Segments that are sent whole beside the records are rounded likewise.
+//
+// Bytes an element of g-byte gradient and e-byte residual: g + e read, e and the words written;
+// then the words read and the message written. Longer chunks, whose entries are few, are staged
+// (rice_encode_kernel.cuh), and so are those with a limit, which may take entries back.
+#pragma once
+
+#include "rice_encode_kernel.cuh"
+#include "rice_encode_whole.cuh"
+
+namespace megatron_sparse {
+
+constexpr int kOnceBlocks = 3;  // resident on a multiprocessor: 80 registers a thread
+constexpr int kOnceElements = 1 << kMostOnceSpan;
+// A third of the elements and more: where gaps have remainders, all entries are listed at once.
+constexpr int kOnceListed = 22 * kRiceGroup;
+static_assert(3 * kOnceListed > kOnceElements);
+
+// A slot's chunk, with what applies to its elements.
+struct OncePlace {
+  int64_t slot;
+  ChunkPlace chunk;
+  Limit limit;
+  bool one_range;  // whether the limit is that of all elements
+  bool whole;      // whether all elements are sent
+};
+
+// A block's shared memory.
+struct OnceMemory {
+  __align__(16) float x[kOnceElements];  // what is sent; then the residual
+  // As in ChunkMemory.
+  __align__(16) uint32_t behind[kListBegin + kOnceListed];
+  uint32_t unary[kOnceElements / 32 + 1];  // zeros between two chunks
+  OncePlace places[3];                     // of this chunk and the next two, in turn
+  unsigned entries[2][kRiceWarps];         // of this chunk's warps and the next one's, in turn
+  unsigned bits[kRiceWarps];               // of the unary part
+};
+
+// Numbers of a block's warps, added up.
+struct WarpSums {
+  unsigned before;  // this warp
+  unsigned all;
+};
+
+__device__ __forceinline__ WarpSums add_warps(const unsigned* of_warps) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned of_lane = lane < kRiceWarps ? of_warps[lane] : 0;
+  return {__reduce_add_sync(kAllLanes, lane < warp ? of_lane : 0),
+          __reduce_add_sync(kAllLanes, of_lane)};
+}
+
+// Called by one thread: the place of the next ticket.
+__device__ __forceinline__ void take_place(const Workspace& work, const WholeCall& call,
+                                           OncePlace& place) {
+  const PruneArguments& prune = call.prune;
+  place = {};
+  place.slot = atomicAdd(work.chunk_ticket, 1u);
+  if (place.slot >= first_slot(work, call.rice, call.encode.segment_count)) return;
+  place.chunk = uncounted_chunk_at(work, call.encode, call.rice, place.slot);
+  const int64_t begin = place.chunk.begin;
+  if (place.chunk.numel == 0) return;
+  const int64_t range = find_range(prune.range_offsets, prune.range_count, begin);
+  place.limit = limit_at(prune.thresholds, prune.tie_chances, range);
+  place.one_range = prune.range_offsets[range + 1] >= begin + place.chunk.numel;
+  place.whole = call.encode.segment_kinds[place.chunk.segment] != kKindRice;
+}
+
+// How many groups of 128 elements of a chunk each of the 8 warps has.
+__device__ __forceinline__ int groups_of_warp(const RiceArguments& rice) {
+  return 1 << (rice.log2_span - 10);
+}
+
+// A lane has four neighbours of each of the warp's groups. Calls body(at) for each, with the place
+// in the chunk of the first neighbour, which may be behind its end.
+template <class Body>
+__device__ __forceinline__ void for_neighbours(const RiceArguments& rice, const Body& body) {
+  const int share = kRiceGroup * groups_of_warp(rice);
+  int at = static_cast<int>(threadIdx.x) / 32 * share + kLaneValues * (threadIdx.x % 32);
+#pragma unroll 1
+  for (const int end = at + share; at < end; at += 2 * kRiceGroup) {
+    body(at);
+    body(at + kRiceGroup);
+  }
+}
+
+// Called by a whole block: prunes the chunk. Returns which of the lane's elements are not zero, and
+// leaves what is sent of them, and the residual of the others, in `x`.
+template <int GRAD, int RESIDUAL, bool ONE_RANGE>
+__device__ __forceinline__ uint32_t prune_chunk(const WholeCall& call, const OncePlace& place,
+                                                float* x) {
+  using Raw = typename RawType<GRAD>::type;
+  using RawRest = typename RawType<RESIDUAL>::type;
+  using L = ScalarLanes;
+  const int64_t begin = place.chunk.begin;
+  const int numel = static_cast<int>(place.chunk.numel);
+  const Raw* grad = static_cast<const Raw*>(call.encode.grad) + begin;
+  const RawRest* residual = static_cast<const RawRest*>(call.prune.old_residual) + begin;
+  const bool full = numel == 1 << call.rice.log2_span;
+  const bool grad_together = full && is_aligned(grad), rest_together = full && is_aligned(residual);
+  Limit limits[kLaneValues];
+  for (Limit& each : limits) each = place.limit;
+  uint32_t kept = 0;
+  for_neighbours(call.rice, [&](int at) {
+    uint32_t raw[kLaneValues], rest[kLaneValues];
+    kept >>= kLaneValues;
+    load_neighbours(grad + at, numel - at, grad_together, raw);
+    load_neighbours(residual + at, numel - at, rest_together, rest);
+    if constexpr (!ONE_RANGE) find_limits(call.prune, begin + at, numel - at, limits);
+    float sums[kLaneValues];
+    const auto prune = [&](auto special) {
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) {
+        const auto done = pruned_at<GRAD, RESIDUAL, decltype(special)::value>(
+            call, raw[i], rest[i], limits[i], begin + at + i);
+        if (done.nonzero) kept |= 1u << (28 + i);
+        // The residual of an fp32 value is zero.
+        const float sent =
+            GRAD == kFp32 ? L::as_float(done.grad) : value_to_send<GRAD, RESIDUAL>(done);
+        sums[i] = done.nonzero ? sent : widen<ScalarLanes, RESIDUAL>(done.residual);
+      }
+    };
+    bool special = false;
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const float sum = fabsf(widen<L, GRAD>(raw[i]) + widen<L, RESIDUAL>(rest[i]));
+      special |= !(sum < limits[i].threshold || sum > limits[i].threshold);
+    }
+    if (special) {
+      prune(std::true_type());
+    } else {
+      prune(std::false_type());
+    }
+    *reinterpret_cast<float4*>(x + at) = {sums[0], sums[1], sums[2], sums[3]};
+  });
+  return kept >> (32 - kLaneValues * groups_of_warp(call.rice));
+}
+
+// Called by a whole warp, whose lanes have a bit for each of their elements: those of 32
+// neighbours. Lane w returns the warp's word w.
+__device__ __forceinline__ uint32_t words_of(uint32_t bits) {
+  const uint32_t lane = threadIdx.x % 32;
+  // Eight lanes exchange nibbles, then pairs, then fours: lane l has the l-th of each of them.
+  uint32_t other = __shfl_xor_sync(kAllLanes, bits, 1);
+  bits = lane & 1 ? (bits & 0xf0f0f0f0u) | (other >> 4 & 0x0f0f0f0fu)
+                  : (bits & 0x0f0f0f0fu) | (other << 4 & 0xf0f0f0f0u);
+  other = __shfl_xor_sync(kAllLanes, bits, 2);
+  bits = __byte_perm(bits, other, lane & 2 ? 0x3715u : 0x6240u);
+  other = __shfl_xor_sync(kAllLanes, bits, 4);
+  bits = __byte_perm(bits, other, lane & 4 ? 0x3276u : 0x5410u);
+  return __shfl_sync(kAllLanes, bits, lane % 4 * 8 + lane / 4);
+}
+
+// Called by a whole block: lists as many entries as there is room for, from the bits of a lane's
+// word, whose elements are `at` and those behind it; the first one of the warp is number `at_warp`
+// of the list, which is below 0 for those that were listed before.
+__device__ __forceinline__ void list_entries(uint32_t word, int at, int at_warp, uint32_t* listed) {
+  const int own = __popc(word);
+  for (int k = at_warp + warp_inclusive_sum(own) - own; word != 0; ++k) {
+    const int gap = __ffs(static_cast<int>(word)) - 1;
+    at += gap + 1;
+    word = word >> gap >> 1;
+    if (static_cast<unsigned>(k) < kOnceListed) listed[k] = at;
+  }
+}
+
+// Called by a whole block: sets the bits of the unary part, of which it returns the number, from
+// all entries of the chunk.
+__device__ __forceinline__ uint32_t set_unary(OnceMemory& memory, int entries, int r) {
+  constexpr int kEach = kOnceListed / kRiceThreads;  // neighbours of a thread
+  static_assert(kEach % 2 == 1, "lanes read from all banks");
+  const int from = kEach * threadIdx.x, count = entries - from;
+  const uint32_t* behind = memory.behind + kListBegin + from;
+  uint32_t places[kEach] = {}, bits = 0;
+  if (count > 0) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      places[k] = bits + ((behind[k] - behind[k - 1] - 1) >> r);
+      if (k < count) bits = places[k] + 1;
+    }
+  }
+  const uint32_t inclusive = warp_inclusive_sum(bits);
+  if (threadIdx.x % 32 == 31) memory.bits[threadIdx.x / 32] = inclusive;
+  __syncthreads();
+  const WarpSums sums = add_warps(memory.bits);
+  const uint32_t before = sums.before + inclusive - bits;
+  if (count > 0) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const uint32_t place = before + places[k];
+      if (k < count) atomicOr(&memory.unary[place / 32], uint32_t{1} << place % 32);
+    }
+  }
+  return sums.all;
+}
+
+// Called by a whole warp: codes a group of listed entries, and leaves in `x` what the levels lose.
+template <int BITS>
+__device__ __forceinline__ void code_group(float* x, const uint32_t* listed, int count,
+                                           uint32_t* words) {
+  const int first = kLaneValues * (threadIdx.x % 32);
+  const uint4 four = *reinterpret_cast<const uint4*>(listed + first);
+  const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
+  float values[kLaneValues];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) values[i] = first + i < count ? x[behind[i] - 1] : 0.0f;
+  quantise_group<BITS, false>(values, count, words);
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    if (first + i < count) x[behind[i] - 1] = values[i];
+  }
+}
+
+// A chunk's entries, as a lane sees them.
+struct Kept {
+  uint32_t word;     // of 32 elements
+  WarpSums entries;  // how many
+};
+
+// Called by a whole block: codes the chunk's entries into `words`. Returns how many words there
+// are.
+template <int DTYPE>
+__device__ __forceinline__ int code_chunk(const RiceArguments& rice, int numel, const Kept& kept,
+                                          uint32_t* words, OnceMemory& memory) {
+  constexpr int kBits = code_bits(DTYPE);
+  const int entries = static_cast<int>(kept.entries.all);
+  const int before = static_cast<int>(kept.entries.before);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int words_of_warp = 4 * groups_of_warp(rice), word_at = warp * words_of_warp + lane;
+  const int r = rice_parameter(numel, entries);
+  ChunkHead head = {};
+  head.r = r;
+  head.index_words = words + value_words(DTYPE, entries);
+  uint32_t* unary = head.index_words + r * planes_of(entries);
+  uint32_t* listed = memory.behind + kListBegin;
+  if (r == 0 && lane < words_of_warp) memory.unary[word_at] = kept.word;
+  uint32_t bits = 0;
+  for (int from = 0; from < entries; from += kOnceListed) {
+    const int count = min(entries - from, kOnceListed);
+    list_entries(kept.word, 32 * word_at, before - from, listed);
+    __syncthreads();
+    bits = r == 0 ? listed[count - 1] : set_unary(memory, entries, r);
+#pragma unroll 1
+    for (int first = warp * kRiceGroup; first < count; first += kRiceWarps * kRiceGroup) {
+      const int size = min(count - first, kRiceGroup);
+      place_remainders(head, listed + first, first, size);
+      code_group<kBits>(memory.x, listed + first, size,
+                        words + (from + first) / kRiceGroup * kGroupWords<kBits>);
+    }
+    __syncthreads();
+  }
+  const int unary_words = static_cast<int>((bits + 31) / 32);
+#pragma unroll 1
+  for (int k = threadIdx.x; k < unary_words; k += kRiceThreads) {
+    unary[k] = memory.unary[k];
+    memory.unary[k] = 0;
+  }
+  return static_cast<int>(unary + unary_words - words);
+}
+
+// Called by a whole block: the values of a chunk that is sent whole, and what rounding leaves.
+__device__ __forceinline__ void round_chunk(const RiceArguments& rice, int numel, float* x,
+                                            uint16_t* values) {
+  for_neighbours(rice, [&](int at) {
+    for (int k = at; k < min(at + kLaneValues, numel); ++k) {
+      const RoundedValue rounded = round_kept(x[k] + 0.0f);  // no -0.0
+      values[k] = static_cast<uint16_t>(rounded.sent);
+      x[k] = rounded.rest;
+    }
+  });
+}
+
+// Called by a whole block: writes the chunk's residual.
+template <int RESIDUAL>
+__device__ __forceinline__ void store_rests(const WholeCall& call, const ChunkPlace& chunk,
+                                            const float* x) {
+  using RawRest = typename RawType<RESIDUAL>::type;
+  RawRest* residual = static_cast<RawRest*>(call.rice.residual) + chunk.begin;
+  const int numel = static_cast<int>(chunk.numel);
+  const bool together = numel == 1 << call.rice.log2_span && is_aligned(residual);
+  for_neighbours(call.rice, [&](int at) {
+    const float4 four = *reinterpret_cast<const float4*>(x + at);
+    const float rests[kLaneValues] = {four.x, four.y, four.z, four.w};
+    uint32_t out[kLaneValues];
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      out[i] = raw_rest<RESIDUAL>(call, rests[i], chunk.begin + at + i);
+    }
+    store_neighbours(residual + at, numel - at, together, out);
+  });
+}
+
+template <int GRAD, int RESIDUAL, int DTYPE>
+__global__ void __launch_bounds__(kRiceThreads, kOnceBlocks)
+    rice_once_kernel(Workspace work, WholeCall call) {
+  __shared__ OnceMemory memory;
+  if (call.encode.status[0] != kEncodeOk) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t slots = first_slot(work, call.rice, call.encode.segment_count);
+  for (int k = threadIdx.x; k < kOnceElements / 32; k += kRiceThreads) memory.unary[k] = 0;
+  if (threadIdx.x == 0) {
+    memory.behind[kListBegin - 1] = 0;
+    for (int k = 0; k < 2; ++k) take_place(work, call, memory.places[k]);
+  }
+  __syncthreads();
+  for (unsigned round = 0;; ++round) {
+    const OncePlace& place = memory.places[round % 3];
+    if (place.slot >= slots) return;
+    const uint32_t kept = place.one_range
+                              ? prune_chunk<GRAD, RESIDUAL, true>(call, place, memory.x)
+                              : prune_chunk<GRAD, RESIDUAL, false>(call, place, memory.x);
+    const int own = __reduce_add_sync(kAllLanes, __popc(kept));
+    if (lane == 0) memory.entries[round % 2][warp] = own;
+    __syncthreads();  // the only one of a chunk without entries
+    // The last warp often codes one group less.
+    if (threadIdx.x == kRiceThreads - 32) take_place(work, call, memory.places[(round + 2) % 3]);
+    const WarpSums entries = add_warps(memory.entries[round % 2]);
+    uint32_t* words = work.coded + place.chunk.first_tile * kCodedWords;
+    const int numel = static_cast<int>(place.chunk.numel);
+    int used = 0;
+    if (!place.whole && entries.all > 0) {
+      used = code_chunk<DTYPE>(call.rice, numel, {words_of(kept), entries}, words, memory);
+    }
+    if (place.whole) {
+      round_chunk(call.rice, numel, memory.x, reinterpret_cast<uint16_t*>(words));
+    }
+    store_rests<RESIDUAL>(call, place.chunk, memory.x);
+    // A block ends its chunks in ascending order, and waits for lower ones only.
+    if (warp == 0) look_back(work.chunk_states, place.slot, used);
+    if (warp == kRiceWarps / 2) {  // the first of a second tile
+      const int64_t tile = place.chunk.first_tile;
+      const bool has_two = place.chunk.tile_end - tile == 2;
+      const unsigned in_first = has_two ? entries.before : entries.all;
+      if (numel > 0) look_back(work.nnz_states, tile, in_first);
+      if (has_two) look_back(work.nnz_states, tile + 1, entries.all - in_first);
+    }
+  }
+}
+
+// The launch after it: a warp moves the words of one chunk after the other.
+__global__ void __launch_bounds__(kRiceThreads, 4)
+    rice_move_kernel(Workspace work, WholeCall call) {
+  __shared__ PlanMemory planning;
+  const EncodeArguments& encode = call.encode;
+  plan_once(RiceRecords<kQ4>{work, encode, call.rice}, SpoiledBy{}, planning);
+  if (encode.status[0] != kEncodeOk) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t slots = first_slot(work, call.rice, encode.segment_count);
+  for (int64_t slot = first_item() / 32; slot < slots; slot += item_stride() / 32) {
+    const ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
+    if (chunk.numel == 0) continue;
+    const RecordPlan& plan = work.plans[chunk.segment];
+    const uint32_t* words = work.coded + chunk.first_tile * kCodedWords;
+    if (plan.kind == kKindRice) {
+      uint32_t* to = write_row(work, encode, call.rice, slot, chunk);
+      const int64_t count =
+          prefix_after(work.chunk_states, slot) - prefix_after(work.chunk_states, slot - 1);
+      for (int64_t k = lane; k < count; k += 32) to[k] = words[k];
+    } else {
+      uint16_t* to =
+          reinterpret_cast<uint16_t*>(encode.out + plan.at + kHeaderBytes + plan.sections.values) +
+          (chunk.number << call.rice.log2_span);
+      const uint16_t* values = reinterpret_cast<const uint16_t*>(words);
+      for (int64_t k = lane; k < chunk.numel; k += 32) to[k] = values[k];
+    }
+  }
+}
+
+}  // namespace megatron_sparse
