@@ -19,6 +19,7 @@ from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_RICE, MOVES_CODERS
 from tests import fake_nccl
+from tests.cuda_emulator import instructions
 from tests.cuda_emulator.bucket_rank import Rank
 from tests.cuda_emulator.compilation import compile_library
 from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver, to_gpu
@@ -264,7 +265,7 @@ def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def page(counts: Counts) -> str:
-    """The text of `docs/device-work.md`."""
+    """The text of `docs/device-work.md`, but for the instructions."""
 
     def moved(ledger: Ledger, numel: int, floor: int) -> str:
         read, written = ledger.bytes_read / numel, ledger.bytes_written / numel
@@ -297,6 +298,7 @@ def write_page() -> None:
     """Writes `docs/device-work.md`."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         text = page(everything(Path(name), patch))
+    text += instructions.HEAD + instructions.rows(instructions.counts())
     PAGE.write_text(text, encoding="utf-8")
 
 

@@ -1,8 +1,13 @@
 """Launches and bytes of a bucket, as `docs/device-work.md` states them."""
 
+import re
+
 import pytest
 import torch
 
+from megatron_sparse.cuda_ext.toolchain import find_cuda
+from megatron_sparse.errors import DependencyError
+from tests.cuda_emulator import instructions
 from tests.cuda_emulator.compilation import find_gxx
 from tests.cuda_emulator.device import EmulatedGpu, to_gpu
 from tests.cuda_emulator.device_work import PAGE, Counts, everything, page
@@ -20,7 +25,21 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
 
 def test_the_page_says_what_the_emulator_counts(counts: Counts) -> None:
     """`python -m tests.cuda_emulator.device_work` writes it anew."""
-    assert PAGE.read_text("utf-8") == page(counts)
+    assert PAGE.read_text("utf-8").split(instructions.HEAD)[0] == page(counts)
+
+
+def test_the_page_says_how_many_instructions_a_tile_takes() -> None:
+    """Within 5 %: another nvcc makes other machine code."""
+    try:
+        instructions.tool("nvdisasm")
+        find_cuda()
+    except DependencyError as error:
+        pytest.skip(str(error))
+    rows = PAGE.read_text("utf-8").split(instructions.HEAD)[1]
+    stated = {
+        name: int(n.replace(",", "")) for name, n in re.findall(r"\| (.*?) \| ([\d,]+) \|", rows)
+    }
+    assert stated == pytest.approx(instructions.counts(), rel=0.05)
 
 
 def work_of_a_threshold(emulator: Emulator, numel: int, samples: int) -> Ledger:

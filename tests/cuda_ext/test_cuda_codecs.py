@@ -3,9 +3,7 @@
 tests/cuda_emulator tests the results of the ops, emulated and, if there is one, on a GPU.
 """
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from megatron_sparse.cuda_ext import build, load, ops, sources
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec
 from megatron_sparse.errors import DependencyError
 from tests.codec import segments_of
+from tests.cuda_emulator.instructions import tool
 from tests.cuda_ext import cases
 from tests.programs import ended
 
@@ -60,13 +59,10 @@ def test_registers_and_shared_memory() -> None:
 
 def machine_code() -> list[str]:
     """The functions of the CUDA library for sm_90; the first line of each is its name."""
-    spec = importlib.util.find_spec("triton")
-    assert spec is not None
-    assert spec.origin is not None
-    tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     load("cuda")
     library = sources.library_path("cuda")
-    dump = ended([tool, "-sass", "-arch", "sm_90", library], None, check=True).stdout
+    command = [tool("cuobjdump"), "-sass", "-arch", "sm_90", library]
+    dump = ended(command, None, check=True).stdout
     return re.split(r"Function : ", dump)[1:]
 
 

@@ -1,0 +1,197 @@
+"""Warp instructions that a kernel takes for a tile of 4,096 elements, counted in its machine code.
+
+nvcc compiles the kernel and nvdisasm names each instruction's source lines, inlined ones included.
+An instruction counts once for each warp of the block, times the trips of the loops around it, times
+the shares of its source lines.
+"""
+
+import functools
+import importlib.util
+import math
+import re
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sparse.cuda_ext import build, sources
+from megatron_sparse.errors import DependencyError
+
+HEAD = """
+## Instructions
+
+Of warps, for a tile of 4,096 elements, in the machine code for sm_90: a script multiplies each by
+the trips of the loops around it (`tests/cuda_emulator/instructions.py`). Both ways of a branch
+count unless one is known to be rare, so this is an upper bound. Other compilers differ a little.
+
+| kernel | instructions a tile |
+|---|---|
+"""
+_LINE = re.compile(r'//## File "(.+?)", line (\d+)( inlined at)?')
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\d )?(\S+)(?:.*`\((\S+?)\))?")
+
+
+class Kernel(NamedTuple):
+    """A kernel and what its machine code does not say.
+
+    Attributes:
+        unit: its `.cu` file.
+        symbol: a part of its mangled name.
+        warps: of a block.
+        tile_loop: the beginning of the source line that jumps back for the next tile, if one does.
+        trips: of each loop, by a part of the source line that jumps back; the mean of the block's
+            warps, of which each goes on as long as one of its lanes.
+        shares: how often code runs, by a part of a source line that it is from or inlined at.
+    """
+
+    unit: str
+    symbol: str
+    warps: int
+    tile_loop: str
+    trips: dict[str, float]
+    shares: dict[str, float]
+
+
+KERNELS = {
+    "sum of 8 Rice records, 4 bits, 22 %": Kernel(
+        "decode",
+        "10sum_kernelILi3ELb1ELi16E",
+        8,
+        "if (finds) places[warp].number +=",
+        {
+            "while (high - low > 1)": 4,  # a few segments
+            "kPiciTile / 4; at += kDecodeThreads": 4,  # 1,024 times 4 floats by 256 threads
+            "at < whole; at += kDecodeThreads": 4,
+            "at < length; at += kDecodeThreads": 0,  # of unaligned buckets
+            "for (int first = 0, here;": 1,  # 8 records at a time
+            "for (int k = 0; k < here;": 8,  # records
+            "p < r; ++p": 1,  # r is 1 at 22 %
+            "while (numel - entries > entries << (r + 1))": 1,
+            # A chunk has 8,192 elements and 144 words; the second of its tiles needs all of these.
+            "for (int begin = 0; begin < chunk.words;": 1.5,
+            "for (int s = lane; s": 5 / 3,  # 51 sets in 128 words, 7 in the rest; by 32 lanes
+            # 74 words for a tile, by 3 of 8 warps; of 32 words the fullest has 17.8 entries.
+            "left != 0; left &= left - 1": 3 / 8 * 17.8,
+            "g * kRiceGroup < last;": 7.9 / 8,  # groups, by 8 warps
+        },
+        {
+            "find_tile(batch.call": 1 / 8,  # one warp
+            "list_places(memory, k + 1)": 7 / 8,  # not behind the last record
+            "next.load(values, g + kSumWarps": 0,  # more groups than warps
+            "find_part<VALUE>(": 0,  # other formats
+            "add_dense_part(": 0,
+            "for (int k = 0; k < here; ++k)": 0,
+            "add_all_values(": 0,  # records without indices
+            "while (k + count < end": 0,
+            "list_places(memory, k + count)": 0,
+            "const int64_t before = c * value_words(": 0,
+            "value_words(record.dtype, found.begin)": 0,
+            "return (entries + 1) / 2;": 0,  # raw values
+            "report(first + warp)": 0,  # errors
+        },
+    ),
+}
+
+
+class _Instruction(NamedTuple):
+    text: str
+    target: str  # label of a jump or call
+    lines: tuple[str, ...]  # of source: its own, the one that this is inlined at, and so on
+
+
+def tool(name: str) -> Path:
+    """A tool of CUDA's that comes with triton.
+
+    Raises:
+        DependencyError: it is not installed.
+    """
+    spec = importlib.util.find_spec("triton")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
+    path = folder / "backends" / "nvidia" / "bin" / name
+    if not path.is_file():
+        raise DependencyError(f"there is no {name}", expected="triton's", got=path)
+    return path
+
+
+def _disassembled(unit: str, folder: Path) -> str:
+    """The machine code of a unit, with source lines."""
+    cubin = folder / f"{unit}.cubin"
+    flags = [flag for flag in sources.NVCC_FLAGS if not flag.startswith("-gencode")]
+    nvcc = [build.find_cuda().nvcc, "-ccbin", build.find_cxx(), *flags, build.INCLUDE]
+    source = sources.SOURCES / f"{unit}.cu"
+    build.run([*nvcc, "-arch=sm_90", "-lineinfo", "-cubin", source, "-o", cubin], verbose=False)
+    return build.run([tool("nvdisasm"), "--print-line-info-inline", cubin], verbose=False)
+
+
+def _parsed(code: str) -> tuple[list[_Instruction], dict[str, int]]:
+    """Instructions, and the number of the instruction behind each label."""
+    texts = functools.cache(lambda name: Path(name).read_text("utf-8").splitlines())
+    instructions: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    lines: tuple[str, ...] = ()
+    goes_on = False
+    for row in code.splitlines():
+        if found := _LINE.search(row):
+            name, number, inlined = found.groups()
+            lines = (*(lines if goes_on else ()), texts(name)[int(number) - 1].strip())
+            goes_on = inlined is not None
+        elif found := _INSTRUCTION.match(row):
+            instructions.append(_Instruction(found[1], found[2] or "", lines))
+        elif found := re.match(r"(\S+):$", row):
+            labels[found[1]] = len(instructions)
+    return instructions, labels
+
+
+def count(kernel: Kernel) -> dict[tuple[str, ...], float]:
+    """Warp instructions a tile, by the source lines they come from.
+
+    Raises:
+        ValueError: a loop that runs is not in `kernel.trips`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sections = _disassembled(kernel.unit, Path(folder)).split("\n\t.section")
+    wanted = re.compile(rf"\t\.text\.\w*{kernel.symbol}")
+    code, labels = _parsed(next(section for section in sections if wanted.match(section)))
+    functions = sorted(at for label, at in labels.items() if label.startswith("$"))
+    functions.append(len(code))
+    weights, tile = [1.0] * len(code), range(functions[0])
+    for at, (_, _, lines) in enumerate(code):
+        for part, share in kernel.shares.items():
+            weights[at] *= share if any(part in line for line in lines) else 1
+    for at, (text, target, lines) in enumerate(code):
+        if not text.startswith("BRA") or labels[target] > at or weights[at] == 0:
+            continue
+        # nvcc lays a loop out in one piece, from the target of the jump back to the jump.
+        loop = range(labels[target], at + 1)
+        if kernel.tile_loop and lines[0].startswith(kernel.tile_loop):
+            tile = loop
+            continue
+        unknown = math.nan if re.match("for |while |do ", lines[0]) else 1
+        trips = next((each for part, each in kernel.trips.items() if part in lines[0]), unknown)
+        for inside in loop:
+            weights[inside] *= trips
+    counts: defaultdict[tuple[str, ...], float] = defaultdict(float)
+
+    def add(run: range, times: float, calls: tuple[str, ...] = ()) -> None:
+        for at in run:
+            text, target, lines = code[at]
+            if math.isnan(weights[at]):
+                raise ValueError(f"how often does this loop run? {lines}")
+            counts[*lines, *calls] += times * weights[at]
+            if text.startswith("CALL") and weights[at]:
+                begin = labels[target]
+                end = next(other for other in functions if other > begin)
+                add(range(begin, end), times * weights[at], (*lines, *calls))
+
+    add(tile, kernel.warps)
+    return counts
+
+
+def counts() -> dict[str, int]:
+    """Warp instructions a tile of each kernel."""
+    return {name: round(sum(count(kernel).values())) for name, kernel in KERNELS.items()}
+
+
+def rows(counts: dict[str, int]) -> str:
+    """The rows of the page's table behind `HEAD`."""
+    return "".join(f"| {name} | {number:,} |\n" for name, number in counts.items())
