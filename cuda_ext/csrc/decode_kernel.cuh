@@ -233,8 +233,9 @@ __global__ void __launch_bounds__(kDecodeThreads,
       find_tile(batch.call[place.group], batch.work[place.group], place);
     }
     if (FRESH) {
-      for (int at = threadIdx.x; at < kPiciTile / 4; at += kDecodeThreads) {
-        reinterpret_cast<float4*>(sums)[at] = {0, 0, 0, 0};
+#pragma unroll
+      for (int at = 0; at < kPiciTile / 4; at += kDecodeThreads) {
+        reinterpret_cast<float4*>(sums)[at + threadIdx.x] = {0, 0, 0, 0};
       }
     }
     if constexpr (TILES > 1) {

@@ -86,31 +86,32 @@ __device__ __forceinline__ bool check_rice_chunk(const DecodeRecord& record, int
 
 // A tile's chunk, in shared memory to save registers. Elements are below 2^24, so
 // there are at most 2^24 entries.
-struct RiceChunk {
+//
+// Sets are 32 entries, as planes have them. The entry number l of a set, whose one is at a place of
+// the words that may hold the tile's entries, is the tile's element
+//   base of the set + ((place - l) << r) + l + remainders up to the entry's + offset.
+struct alignas(16) RiceChunk {
   const uint32_t* values;  // without indices, those of the tile
-  const uint32_t* planes;  // of the remainders
-  const uint32_t* ones;    // the unary part
-  int words;               // of it; -1 without indices
-  int sets;                // of 32 entries, as planes have them
-  int entries;             // -1 if the chunk's rows are wrong; without indices, those of the tile
-  int numel;
-  int r;
-  int begin;  // of the tile in the chunk
-  int end;    // of the tile
-  int bits;   // of a quantised value
-  // Words that may hold entries of the tile, and their entries:
-  int first_word;
-  int word_count;
+  // Entries of the words that may hold the tile's:
   int first;
-  int last;  // behind the last one
+  int last;         // behind the last one
+  int length;       // of the tile
+  int value_words;  // of quantised values
+  int bits;         // of a quantised value
+  int r;
+  int sets;
+  int offset;
+  int first_word;  // of the words that may hold entries of the tile, from the values on
+  int word_count;
+  int words;    // of the unary part; -1 without indices
+  int entries;  // -1 if the chunk's rows are wrong; without indices, those of the tile
+  int numel;
+  int begin;  // of the tile in the chunk
 
-  __device__ __forceinline__ bool is_last() const { return end == numel; }
-
-  // The element of an entry whose one is at a place of the unary part, less the remainders. Zeros
-  // before it are quotients of gaps.
-  __device__ __forceinline__ int element(int entry, int place) const {
-    return ((place - entry) << r) + entry;
-  }
+  // The planes of the remainders, and the unary part.
+  __device__ __forceinline__ const uint32_t* planes() const { return values + value_words; }
+  __device__ __forceinline__ const uint32_t* ones() const { return planes() + sets * r; }
+  __device__ __forceinline__ int end() const { return begin + length; }  // of the tile
 };
 
 // Describes the chunk that a tile lies in. Called by one lane; not inline, so that its numbers of
@@ -122,7 +123,7 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
   found.bits = code_bits(record.dtype);
   found.word_count = found.first = found.last = 0;
   found.begin = static_cast<int>(tile.begin - (c << record.log2_span));
-  found.end = found.begin + tile.length;
+  found.length = tile.length;
   found.numel = static_cast<int>(rice_chunk_numel(record, c));
   if (!record.has_indices) {
     const int64_t before = c * value_words(record.dtype, int64_t{1} << record.log2_span) +
@@ -130,24 +131,24 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
     found.values = rice_words(record) + before;
     found.words = -1;
     found.entries = tile.length;
-    found.sets = static_cast<int>(planes_of(tile.length));
+    found.value_words = static_cast<int>(value_words(record.dtype, tile.length));
     return;
   }
   const RiceParts chunk = rice_parts_of(record, c);
   found.words = 0;
   found.entries = -1;
   // More words would reach behind the last element. So all elements and sums stay below 2^31.
+  const uint32_t entries = static_cast<uint32_t>(chunk.entries);
   if (rice_rows_error(chunk, rice_word_count(record)).wrong ||
-      chunk.unary > (chunk.entries - 1 + ((chunk.numel - chunk.entries) >> chunk.r)) / 32 + 1) {
+      chunk.unary > (entries - 1 + ((found.numel - entries) >> chunk.r)) / 32 + 1) {
     return;
   }
   found.values = rice_words(record) + chunk.before;
-  found.planes = found.values + chunk.gaps;
+  found.value_words = static_cast<int>(chunk.gaps);
   found.words = static_cast<int>(chunk.unary);
-  found.entries = static_cast<int>(chunk.entries);
-  found.sets = static_cast<int>(planes_of(chunk.entries));
+  found.entries = static_cast<int>(entries);
+  found.sets = static_cast<int>(planes_of(entries));
   found.r = chunk.r;
-  found.ones = found.planes + found.sets * found.r;
 }
 
 }  // namespace megatron_sparse

@@ -1,7 +1,7 @@
 // Finds a Rice record's part of a tile of 4096 elements, by a warp, and adds it, by a block.
 //
 // A chunk has one tile or more. For each of them a warp reads the chunk's index words from the
-// begin on, as far as the tile reaches, four a lane: it counts their entries, and adds the
+// begin on, as far as the tile reaches, five a lane: it counts their entries, and adds the
 // remainders of each set of 32 entries. From the sums before them follow the elements of a lane's
 // first and last entry, and so the words that hold the tile's entries. Of these the block lists the
 // places of all entries, a word for each thread; then a warp takes 128 entries at a time, a lane
@@ -25,20 +25,20 @@ constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kGroupSets = kRiceGroup / kPlane;
 
-constexpr int kLaneWords = 4;  // that a lane looks at
+constexpr int kLaneWords = 5;  // that a lane looks at: 32 lanes see most chunks at once
 // The most words that hold a tile's entries, but for zeros before the first one's, and others of
 // the same lanes: a bit of the unary part is at least an element.
-constexpr int kMostTileWords = kTileWords + kLaneWords;
-constexpr int kMostTileSets = kMostTileWords + 2;
+constexpr int kMostTileWords = (kTileWords + 2 * kLaneWords - 1) / kLaneWords * kLaneWords;
+constexpr int kMostTileGroups = kMostTileWords / kGroupSets + 2;
 constexpr int kMostRoundSets = 32 * (kLaneWords + 1);
 
 // A block's shared memory, for as many records as warps.
 struct RiceMemory {
   RiceChunk chunks[kSumWarps];
   uint16_t entries_before[kSumWarps][kMostTileWords];  // before each word, in the words
-  int rests_before[kSumWarps][kMostTileSets];  // remainders before each set of the words' entries
+  uint4 bases[kSumWarps][kMostTileGroups];  // of sets, from a group's first on; RiceChunk
   union {
-    int rests_seen[kSumWarps][kMostRoundSets];  // before each set of the words at hand
+    uint32_t bases_seen[kSumWarps][kMostRoundSets];  // of each set of the words at hand
     // Of the entries of a chunk, in its words; the next chunk's are listed while one is added.
     uint16_t places[2][32 * kMostTileWords];
   };
@@ -68,28 +68,35 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
 struct QuantisedGroup {
   uint32_t scale, words;
 
-  // `entries` and `bits` are the chunk's.
-  __device__ __forceinline__ void load(const uint32_t* values, int group, int entries, int bits) {
-    const int lane = threadIdx.x % 32, at = group * (1 + kGroupSets * bits);
-    const unsigned left = entries - group * kRiceGroup;
+  // `limit` counts the words of the chunk's values. Words of the next group do no harm.
+  __device__ __forceinline__ void load(const uint32_t* values, int group, int limit, int bits) {
+    const int at = group * (1 + kGroupSets * bits), own = at + 1 + threadIdx.x % 32;
     scale = values[at];
-    words = lane < min(kGroupSets, static_cast<int>((left + kPlane - 1) / kPlane)) * bits
-                ? values[at + 1 + lane]
-                : 0;
+    words = own < limit ? values[own] : 0;
   }
 
-  // Apart from `load`, so that the next group is loaded before.
-  __device__ __forceinline__ void decode(int bits, float (&value)[kGroupSets]) const {
+  __device__ __forceinline__ float value(uint32_t code, int bits) const {
     const float base = ScalarLanes::as_float(scale & 0xffff0000u);
     const float step = ScalarLanes::as_float(scale << 16);
-    const uint32_t mask = (1u << (bits - 1)) - 1;
+    const uint32_t top = code << (32 - bits), sign = top & 0x80000000u;
+    // Compiled without contraction (sources.py); the product is exact anyway.
+    const float level = base + static_cast<float>((top ^ sign) >> (32 - bits)) * step;
+    return ScalarLanes::as_float(ScalarLanes::as_bits(level) | sign);
+  }
+
+  // Apart from `load`, so that the next group is loaded before. A lane decodes the code that is its
+  // number, and lanes fetch their values from each other; codes of 8 bits are too many for that.
+  __device__ __forceinline__ void decode(int bits, float (&values)[kGroupSets]) const {
     uint32_t code = transpose_bits(words);
+    if (bits < 8) {
+      const float own = value(threadIdx.x % 32, bits);
 #pragma unroll
-    for (int s = 0; s < kGroupSets; ++s, code >>= bits) {
-      // Compiled without contraction (sources.py); the product is exact anyway.
-      const float level = base + static_cast<float>(code & mask) * step;
-      const uint32_t sign = code << (32 - bits) & 0x80000000u;
-      value[s] = ScalarLanes::as_float(ScalarLanes::as_bits(level) | sign);
+      for (int s = 0; s < kGroupSets; ++s, code >>= bits) {
+        values[s] = __shfl_sync(kAllLanes, own, code);
+      }
+    } else {
+#pragma unroll
+      for (int s = 0; s < kGroupSets; ++s, code >>= bits) values[s] = value(code, bits);
     }
   }
 };
@@ -119,20 +126,20 @@ struct RawGroup {
 template <int VALUE>
 using ValueGroup = std::conditional_t<is_quantised(VALUE), QuantisedGroup, RawGroup<VALUE>>;
 
-// Adds a lane's values of a group to those elements that are below `length`.
+// Adds a lane's values of a group to the elements that are there.
 template <class Group>
 __device__ __forceinline__ void add_group(const Group& group, int bits,
-                                          const unsigned (&element)[kGroupSets], unsigned length,
-                                          float* sums) {
+                                          const unsigned (&element)[kGroupSets],
+                                          const bool (&there)[kGroupSets], float* sums) {
   float sum[kGroupSets] = {}, value[kGroupSets];
 #pragma unroll
   for (int s = 0; s < kGroupSets; ++s) {
-    if (element[s] < length) sum[s] = sums[element[s]];
+    if (there[s]) sum[s] = sums[element[s]];
   }
   group.decode(bits, value);
 #pragma unroll
   for (int s = 0; s < kGroupSets; ++s) {
-    if (element[s] < length) sums[element[s]] = sum[s] + value[s];
+    if (there[s]) sums[element[s]] = sum[s] + value[s];
   }
 }
 
@@ -140,10 +147,11 @@ __device__ __forceinline__ void add_group(const Group& group, int bits,
 // barrier keeps the ranks' order.
 __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int count, float* sums) {
   const int lane = threadIdx.x % 32, length = chunks[0].entries, bits = chunks[0].bits;
+  const int limit = chunks[0].value_words;
 #pragma unroll 1
   for (int g = threadIdx.x / 32; g * kRiceGroup < length; g += kSumWarps) {
     QuantisedGroup group;
-    group.load(chunks[0].values, g, length, bits);
+    group.load(chunks[0].values, g, limit, bits);
     const int first = g * kRiceGroup + lane;
     float sum[kGroupSets] = {};
 #pragma unroll
@@ -153,7 +161,7 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
 #pragma unroll 1
     for (int k = 1; k <= count; ++k) {
       QuantisedGroup next = group;
-      if (k < count) next.load(chunks[k].values, g, length, bits);
+      if (k < count) next.load(chunks[k].values, g, limit, bits);
       float value[kGroupSets];
       group.decode(bits, value);
 #pragma unroll
@@ -170,11 +178,12 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
 // Finds the words that hold the entries of a tile; called by a whole warp, which gets false if
 // something that it has seen is wrong. A chunk's last tile checks all that check_rice_chunk does.
 __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries_before,
-                                             int* rests_before, int* rests_seen) {
+                                             uint32_t* bases, uint32_t* bases_seen) {
   const int lane = threadIdx.x % 32, r = chunk.r;
+  const uint32_t *planes = chunk.planes(), *ones = chunk.ones();
   bool wrong = false;
-  // Of the words before: entries, and the remainders of all whole sets of these.
-  int entries = 0, rests = 0;
+  int entries = 0;    // of the words before
+  uint32_t base = 0;  // of these entries' last set, which may go on
   int first_word = -1, first = 0;
   for (int begin = 0; begin < chunk.words; begin += 32 * kLaneWords) {
     const int at = begin + kLaneWords * lane;
@@ -182,10 +191,9 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     int here = 0, lowest = 0, highest = 0;  // places in the lane's words
 #pragma unroll
     for (int i = 0; i < kLaneWords; ++i) {
-      word[i] = at + i < chunk.words ? chunk.ones[at + i] : 0;
-      if (word[i] == 0) continue;
-      if (here == 0) lowest = 32 * i + __ffs(static_cast<int>(word[i])) - 1;
-      highest = 32 * i + 31 - __clz(static_cast<int>(word[i]));
+      word[i] = i < chunk.words - at ? ones[at + i] : 0;
+      lowest = here == 0 ? 32 * i + __ffs(static_cast<int>(word[i])) - 1 : lowest;
+      highest = word[i] != 0 ? 32 * i + 31 - __clz(static_cast<int>(word[i])) : highest;
       here += __popc(word[i]);
     }
     const int last = entries + warp_inclusive_sum(here), entry = last - here;
@@ -193,23 +201,25 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     const int first_set = entries / kPlane, sets = all / kPlane + 1 - first_set;
     for (int s = lane; s - lane < sets; s += 32) {
       const int set = first_set + s;
-      const int rest = set < chunk.sets ? sum_remainders(chunk.planes, set, r, kAllLanes) : 0;
-      const int through = rests + warp_inclusive_sum(rest);
-      rests_seen[s] = through - rest;
-      rests = __shfl_sync(kAllLanes, through, 31);
+      uint32_t step = kPlane - (kPlane << r);
+      if (set < chunk.sets) step += sum_remainders(planes, set, r, kAllLanes);
+      const uint32_t through = base + warp_inclusive_sum(step);
+      bases_seen[s] = through - step;
+      base = __shfl_sync(kAllLanes, through, 31);
     }
     __syncwarp();
     // The element of an entry that is there.
     const auto element_of = [&](int number, int place) {
-      const int set = number / kPlane;
-      return chunk.element(number, 32 * at + place) + rests_seen[set - first_set] +
-             sum_remainders(chunk.planes, set, r, kAllLanes >> (kPlane - 1 - number % kPlane));
+      const int set = number / kPlane, in_set = number % kPlane;
+      return static_cast<int>(bases_seen[set - first_set] + ((32 * at + place - in_set) << r) +
+                              in_set +
+                              sum_remainders(planes, set, r, kAllLanes >> (kPlane - 1 - in_set)));
     };
     const bool holds = here != 0 && last <= chunk.entries;
     const int low = holds ? element_of(entry, lowest) : 0;
     const int high = holds ? element_of(last - 1, highest) : -1;
     wrong |= last > chunk.entries || high >= chunk.numel;
-    const bool is_behind = low >= chunk.end;
+    const bool is_behind = low >= chunk.end();
     const unsigned in = __ballot_sync(kAllLanes, high >= chunk.begin && !is_behind);
     if (in != 0) {
       const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
@@ -221,7 +231,8 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
       }
       if (lane == 0) {
         const int end = min(begin + kLaneWords * (most + 1), chunk.words);
-        chunk.first_word = first_word;
+        chunk.first_word = first_word + static_cast<int>(ones - chunk.values);
+        chunk.offset = ((32 * first_word) << r) - chunk.begin;
         chunk.word_count = end - first_word;
         chunk.first = first;
         chunk.last = last_entry;
@@ -235,19 +246,20 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
         if (to < kMostTileWords) entries_before[to] = static_cast<uint16_t>(before);
         before += __popc(word[i]);
       }
+#pragma unroll 1
       for (int s = lane; s < sets; s += 32) {
-        const unsigned to = first_set + s - first / kPlane;
-        if (to < kMostTileSets) rests_before[to] = rests_seen[s];
+        const unsigned to = first_set + s - first / kRiceGroup * kGroupSets;
+        if (to < kMostTileGroups * kGroupSets) bases[to] = bases_seen[s];
       }
     }
     entries = all;
-    rests = rests_seen[sets - 1];
+    base = bases_seen[sets - 1];
     __syncwarp();  // the sums have been read
     if (__any_sync(kAllLanes, is_behind)) break;
   }
-  if (chunk.is_last()) {
-    wrong |= entries != chunk.entries || chunk.ones[chunk.words - 1] == 0 ||
-             stray_remainders(chunk.planes, chunk.entries, r) != 0;
+  if (chunk.end() == chunk.numel) {
+    wrong |= entries != chunk.entries || ones[chunk.words - 1] == 0 ||
+             stray_remainders(planes, chunk.entries, r) != 0;
   }
   return !__any_sync(kAllLanes, wrong);
 }
@@ -261,8 +273,8 @@ __device__ __forceinline__ bool find_rice_part(const DecodeRecord& record, const
   if (threadIdx.x % 32 == 0) find_rice_chunk(record, tile, chunk);
   __syncwarp();
   if (chunk.words <= 0) return chunk.entries >= 0;
-  if (find_entries(chunk, memory.entries_before[warp], memory.rests_before[warp],
-                   memory.rests_seen[warp])) {
+  if (find_entries(chunk, memory.entries_before[warp], &memory.bases[warp]->x,
+                   memory.bases_seen[warp])) {
     return true;
   }
   if (threadIdx.x % 32 == 0) chunk.word_count = chunk.last = 0;
@@ -274,9 +286,13 @@ __device__ __forceinline__ void list_places(RiceMemory& memory, int k) {
   const RiceChunk& chunk = memory.chunks[k];
   const int thread = threadIdx.x;
   if (thread >= chunk.word_count) return;
-  uint16_t* place = memory.places[k % 2] + memory.entries_before[k][thread];
-  for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
-    *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+  uint32_t left = chunk.values[chunk.first_word + thread];
+  uint16_t* place = memory.places[k % 2] + memory.entries_before[k][thread] + __popc(left);
+#pragma unroll 4
+  while (left != 0) {
+    const int bit = 31 - __clz(static_cast<int>(left));
+    *--place = static_cast<uint16_t>(32 * thread + bit);
+    left &= ~(1u << bit);
   }
 }
 
@@ -284,50 +300,48 @@ __device__ __forceinline__ void list_places(RiceMemory& memory, int k) {
 template <int VALUE>
 __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, float* sums) {
   const RiceChunk& chunk = memory.chunks[k];
-  const int thread = threadIdx.x, lane = thread % 32;
-  const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
-  const uint32_t *values = chunk.values, *planes = chunk.planes;
-  const int entries = chunk.entries, bits = chunk.bits;
-  unsigned g = first / kRiceGroup + thread / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t* values = chunk.values;
+  const unsigned first = chunk.first, last = chunk.last, length = chunk.length;
+  const int limit = is_quantised(VALUE) ? chunk.value_words : chunk.entries;
+  const int bits = chunk.bits, r = chunk.r;
+  const unsigned planes = chunk.value_words, planes_end = planes + chunk.sets * r;
+  const unsigned own = lane - (lane << r) + chunk.offset;
+  unsigned g = first / kRiceGroup + warp;
   ValueGroup<VALUE> next = {};
-  if (g * kRiceGroup < last) next.load(values, g, entries, bits);
+  if (g * kRiceGroup < last) next.load(values, g, limit, bits);
   if (k + 1 < end) list_places(memory, k + 1);
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
-  const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
-  const unsigned length = chunk.end - begin;
   const uint16_t* places = memory.places[k % 2];
-  const int* rests_before = memory.rests_before[k];
-  const unsigned last_set = (last - 1) / kPlane;  // if there is one
+  const uint4* bases = memory.bases[k] + warp;
 #pragma unroll 1
-  for (; g * kRiceGroup < last; g += kSumWarps) {
+  for (; g * kRiceGroup < last; g += kSumWarps, bases += kSumWarps) {
     const ValueGroup<VALUE> group = next;
-    if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, entries, bits);
+    if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, limit, bits);
+    const unsigned entry = g * kRiceGroup + lane - first;
     unsigned element[kGroupSets], at[kGroupSets];
-    int sum[kGroupSets], rest[kGroupSets] = {};
+    bool there[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
-      // Sets without an entry of the tile read those of others, for nothing.
-      const unsigned set = min(max(kGroupSets * g + s, first_set), last_set);
-      sum[s] = rests_before[set - first_set];
-      at[s] = (set + 1) * r;
+      there[s] = entry + kPlane * s < last - first;
+      element[s] = there[s] ? places[entry + kPlane * s] : 0;
+      at[s] = s == 0 ? planes + (kGroupSets * g + 1) * r : min(at[s - 1] + r, planes_end);
     }
 #pragma unroll 1
     for (int p = 0; p < r; ++p) {
 #pragma unroll
       for (int s = 0; s < kGroupSets; ++s) {
-        rest[s] = 2 * rest[s] + __popc(planes[--at[s]] & lanes_through);
+        element[s] = 2 * element[s] + __popc(values[--at[s]] & lanes_through);
       }
     }
+    const uint4 base = *bases;
+    const unsigned from[kGroupSets] = {base.x, base.y, base.z, base.w};
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
-      const unsigned entry = kPlane * (kGroupSets * g + s) + lane;
-      element[s] = 0xffffffffu;
-      if (entry - first < last - first) {
-        const int zeros = first_place + places[entry - first] - entry;
-        element[s] = (zeros << r) + entry + sum[s] + rest[s] - begin;
-      }
+      element[s] += from[s] + own;
+      there[s] = there[s] && element[s] < length;
     }
-    add_group(group, bits, element, length, sums);
+    add_group(group, bits, element, there, sums);
   }
 }
 

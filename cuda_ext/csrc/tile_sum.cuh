@@ -32,9 +32,11 @@ constexpr int kCrowdedWords = kSumWords * 32 / 4;
 
 // A block's shared memory.
 struct SumMemory {
-  TilePart parts[kSumWarps];
   union {
-    TileWords words[kSumWarps];  // of Pici's parts
+    struct {
+      TilePart parts[kSumWarps];
+      TileWords words[kSumWarps];  // of Pici's parts
+    };
     RiceMemory rice;
   };
 };

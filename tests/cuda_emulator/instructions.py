@@ -22,7 +22,7 @@ HEAD = """
 
 Of warps, for a tile of 4,096 elements, in the machine code for sm_90: a script multiplies each by
 the trips of the loops around it (`tests/cuda_emulator/instructions.py`). Both ways of a branch
-count unless one is known to be rare, so this is an upper bound. Other compilers differ a little.
+count unless one is known to be rare, so the numbers are a little high. Compilers differ.
 
 | kernel | instructions a tile |
 |---|---|
@@ -60,18 +60,16 @@ KERNELS = {
         "if (finds) places[warp].number +=",
         {
             "while (high - low > 1)": 4,  # a few segments
-            "kPiciTile / 4; at += kDecodeThreads": 4,  # 1,024 times 4 floats by 256 threads
-            "at < whole; at += kDecodeThreads": 4,
-            "at < length; at += kDecodeThreads": 0,  # of unaligned buckets
+            "at < whole; at += kDecodeThreads": 1,  # nvcc makes one of 4 trips
             "for (int first = 0, here;": 1,  # 8 records at a time
             "for (int k = 0; k < here;": 8,  # records
             "p < r; ++p": 1,  # r is 1 at 22 %
             "while (numel - entries > entries << (r + 1))": 1,
-            # A chunk has 8,192 elements and 144 words; the second of its tiles needs all of these.
-            "for (int begin = 0; begin < chunk.words;": 1.5,
-            "for (int s = lane; s": 5 / 3,  # 51 sets in 128 words, 7 in the rest; by 32 lanes
-            # 74 words for a tile, by 3 of 8 warps; of 32 words the fullest has 17.8 entries.
-            "left != 0; left &= left - 1": 3 / 8 * 17.8,
+            # A chunk has 8,192 elements, 144 words and 57 sets.
+            "for (int begin = 0; begin < chunk.words;": 1,
+            "for (int s = lane; s": 2,
+            # 4 entries. A tile has 74 words, for 3 of 8 warps; of 32 words the fullest has 17.8.
+            "while (left != 0)": 3 / 8 * 17.8 / 4,
             "g * kRiceGroup < last;": 7.9 / 8,  # groups, by 8 warps
         },
         {
@@ -82,11 +80,13 @@ KERNELS = {
             "add_dense_part(": 0,
             "for (int k = 0; k < here; ++k)": 0,
             "add_all_values(": 0,  # records without indices
+            "out[at] = sums[at]": 0,  # unaligned buckets
             "while (k + count < end": 0,
             "list_places(memory, k + count)": 0,
             "const int64_t before = c * value_words(": 0,
             "value_words(record.dtype, found.begin)": 0,
             "return (entries + 1) / 2;": 0,  # raw values
+            "values[s] = value(code, bits)": 0,  # of 8 bits
             "report(first + warp)": 0,  # errors
         },
     ),
@@ -146,7 +146,7 @@ def count(kernel: Kernel) -> dict[tuple[str, ...], float]:
     """Warp instructions a tile, by the source lines they come from.
 
     Raises:
-        ValueError: a loop that runs is not in `kernel.trips`.
+        ValueError: a loop that runs is not in `kernel.trips`, or there is no such source line.
     """
     with tempfile.TemporaryDirectory() as folder:
         sections = _disassembled(kernel.unit, Path(folder)).split("\n\t.section")
@@ -154,6 +154,10 @@ def count(kernel: Kernel) -> dict[tuple[str, ...], float]:
     code, labels = _parsed(next(section for section in sections if wanted.match(section)))
     functions = sorted(at for label, at in labels.items() if label.startswith("$"))
     functions.append(len(code))
+    known = {line for instruction in code for line in instruction.lines}
+    for part in (*kernel.trips, *kernel.shares, kernel.tile_loop):
+        if not any(part in line for line in known):
+            raise ValueError(f"no code is from a line with {part!r}")
     weights, tile = [1.0] * len(code), range(functions[0])
     for at, (_, _, lines) in enumerate(code):
         for part, share in kernel.shares.items():
