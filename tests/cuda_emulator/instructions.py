@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     Attributes:
         unit: its `.cu` file.
         symbol: a part of its mangled name.
-        warps: of a block.
+        warps: of a block, over the tiles that it takes in a trip of `tile_loop`.
         tile_loop: the beginning of the source line that jumps back for the next tile, if one does.
         trips: of each loop, by a part of the source line that jumps back; the mean of the block's
             warps, of which each goes on as long as one of its lanes.
@@ -53,6 +53,41 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
+    "pruning and coding Rice, 4 bits, 22 %": Kernel(
+        "rice_encode",
+        "16rice_once_kernelILi0ELi0ELi4E",
+        4,  # 8 for a chunk of two tiles
+        "if (place.slot >= slots) return;",
+        {
+            "for (const int end = at + share;": 4,  # 8 groups of a warp, two a trip
+            "for (int from = 0; from < entries;": 1,
+            "word != 0; ++k": 12,  # the fullest of 32 words
+            "for (int first = warp * kRiceGroup; first < count;": 15 / 8,  # groups, by 8 warps
+            "plane < r; plane += 4": 1,
+            "while (numel - entries > entries << (r + 1))": 1,  # r is 1 at 22 %
+            "k < unary_words; k += kRiceThreads": 5 / 8,  # 144 words
+            "while (high - low > 1)": 4,  # a few segments
+            "for (int64_t last = tile - 1;;": 1.5,  # looking back
+        },
+        {
+            "take_place(work, call, memory.places[(round": 1 / 8,  # one warp
+            "look_back(": 1 / 8,
+            "places[k]": 6 / 8,  # 1,802 entries, 11 a thread
+            "1} << place % 32": 6 / 8,
+            "return {clamped": 1 / 8,
+            "const float clamped": 1 / 8,
+            "prune_chunk<GRAD, RESIDUAL, false>": 0,  # several ranges
+            "find_limits(": 0,
+            "prune(std::true_type())": 0,  # ties and NaN
+            "static bool any_tie(": 0,
+            "static F to_float(": 0,
+            "(draw < limit.chance)": 0,
+            "drop = L::select(drawn": 0,
+            "round_chunk(": 0,  # segments that are sent whole
+            "to[i] = i < count ? first[i] : 0": 0,  # unaligned buckets
+            "if (i < count) first[i] = ": 0,
+        },
+    ),
     "sum of 8 Rice records, 4 bits, 22 %": Kernel(
         "decode",
         "10sum_kernelILi3ELb1ELi16E",
@@ -182,7 +217,8 @@ def count(kernel: Kernel) -> dict[tuple[str, ...], float]:
             if math.isnan(weights[at]):
                 raise ValueError(f"how often does this loop run? {lines}")
             counts[*lines, *calls] += times * weights[at]
-            if text.startswith("CALL") and weights[at]:
+            # A division has a slow path, of subnormal numbers.
+            if text.startswith("CALL") and weights[at] and "slowpath" not in target:
                 begin = labels[target]
                 end = next(other for other in functions if other > begin)
                 add(range(begin, end), times * weights[at], (*lines, *calls))
