@@ -1,8 +1,9 @@
 """Options of benches, declared once, as fields of a dataclass (`Options`).
 
-A field made by `option` carries its flag, its help, its parser and its checks. `command` makes the
-Typer options of all dataclasses that a function takes; `Options.arguments` writes them as a command
-line again, for the ranks that a bench starts. Imports nothing heavy: `--help` reads this file.
+A field made by `option` carries its flag, its help, its parser and its checks. `add_command` makes
+the Typer options of all dataclasses that a function takes; `Options.arguments` writes them as a
+command line again, for the ranks that a bench starts. Imports nothing heavy: `--help` reads this
+file.
 """
 
 from __future__ import annotations
@@ -206,8 +207,8 @@ class Options:
     NAME: ClassVar[str] = ""
     """The command's, such as `bench codecs`."""
     RUNNER: ClassVar[str] = ""
-    """Of a bench that has no more options: the module of this package whose `run` it calls. The
-    first line of the class's docstring is the command's help."""
+    """Of a bench: the module of this package whose `run` it calls. The first line of the class's
+    docstring is the command's help."""
 
     def __post_init__(self) -> None:
         check_arguments(self.NAME, [*self._declared_checks(), *self.checks()])
@@ -314,19 +315,6 @@ def add_command(
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, help=help, rich_help_panel=panel)(run)
-
-
-def command(
-    app: typer.Typer, help: str, panel: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a decorator that registers a function as the command named like it (`add_command`)."""
-
-    def register(action: Callable[..., None]) -> Callable[..., None]:
-        name = action.__name__.replace("_", "-")
-        add_command(app, name, help, action, inspect.signature(action, eval_str=True), panel)
-        return action
-
-    return register
 
 
 @dataclass(frozen=True, kw_only=True)

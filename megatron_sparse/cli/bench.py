@@ -5,6 +5,7 @@ A command imports its runner, a module of `megatron_sparse.bench`, only when it 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -19,11 +20,12 @@ from megatron_sparse.bench.exchange.options import (
     GatherSweep,
     NodePlace,
 )
-from megatron_sparse.bench.options import Options, add_command, command
+from megatron_sparse.bench.options import Options, add_command
 from megatron_sparse.bench.study.options import (
     ConvergenceOptions,
     OverheadOptions,
     RaceOptions,
+    StudyOptions,
     TrainingOptions,
 )
 from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_folder
@@ -42,37 +44,42 @@ Figures = Annotated[
         "--figures", metavar="DIR", callback=figures_folder, help="Write pictures and their CSV."
     ),
 ]
-
-
-DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
-    (CodecSweep, None),
-    (ParameterSweep, None),
-    (BucketSweep, None),
-    (GatherSweep, NodePlace),
-    (CollectiveSweep, NodePlace),
-    (OverheadOptions, None),
+_STUDY: dict[str, Any] = {"overrides": Overrides, "output": RunsFolder}
+DECLARED: tuple[tuple[type[Options], dict[str, Any]], ...] = (
+    (CodecSweep, {}),
+    (ParameterSweep, {}),
+    (BucketSweep, {}),
+    (GatherSweep, {"place": NodePlace}),
+    (CollectiveSweep, {"place": NodePlace}),
+    (OverheadOptions, {}),
+    (TrainingOptions, _STUDY),
+    (RaceOptions, _STUDY | {"folder": Figures}),
+    (ConvergenceOptions, _STUDY | {"folder": Figures}),
 )
-"""The benches that take nothing but declared options, and the place of their ranks. They exit with
-1 when a row is wrong or misses its target."""
+"""The benches: the options that say what is measured, and the command's other parameters with their
+types. A bench exits with 1 when a row is wrong or misses its target."""
 
 
-def _declare(kind: type[Options], place: type[Options] | None) -> None:
+def _declare(kind: type[Options], more: dict[str, Any]) -> None:
     """Registers the command of one bench: its name, help and runner all come from `kind`.
 
-    The fields of `kind` are the options that say what is measured, those of `place` where the ranks
-    run; None: no such options.
+    `more` are parameters beside the fields of `kind` and `--json`. A bench of whole runs gets its
+    folder and its overrides as fields of the options, every other parameter is its runner's.
     """
 
-    def action(**arguments: Any) -> None:
+    def action(sweep: Any, **given: Any) -> None:
         """Calls the runner with the parsed options; `_exit` turns the result into an exit code."""
-        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**arguments))
+        if isinstance(sweep, StudyOptions):
+            out, overrides = given.pop("output"), given.pop("overrides") or ()
+            sweep = replace(sweep, out=out, overrides=overrides)
+        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(sweep, **given))
 
-    # Parameters of every runner's `run`; `add_command` turns a dataclass into one option a field.
-    types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
+    # `add_command` turns a dataclass into one option a field.
+    types = {"sweep": kind, **more, "json_path": JsonFile}
+    defaults = {"output": getattr(kind, "out", None)}
     parameters = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        Parameter(name, Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
         for name, annotation in types.items()
-        if annotation is not None
     ]
     help = (kind.__doc__ or "").partition("\n")[0]
     add_command(bench, kind.NAME.removeprefix("bench "), help, action, Signature(parameters))
@@ -86,50 +93,3 @@ def _exit(outcome: Any) -> None:
 
 for _each in DECLARED:
     _declare(*_each)
-
-
-@command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")
-def training(
-    options: TrainingOptions,
-    overrides: Overrides = None,
-    output: RunsFolder = Path("runs/bench_training"),
-    json: JsonFile = None,
-) -> None:
-    """Trains with each setting, each run in its own folder in `output`. See docs/testbed.md."""
-    from megatron_sparse.bench.study import training as runner
-
-    runner.run(options.given(output, overrides), json)
-
-
-@command(bench, "Seconds of training until a small GPT reaches plain Megatron's losses.")
-def time_to_loss(
-    options: RaceOptions,
-    overrides: Overrides = None,
-    output: RunsFolder = Path("runs/time_to_loss"),
-    figures: Figures = None,
-    json: JsonFile = None,
-) -> None:
-    """Trains with each setting, each run in its own folder in `output`.
-
-    A run that a former call finished is not repeated. See docs/results/time-to-loss.md.
-    """
-    from megatron_sparse.bench.study import time_to_loss as runner
-
-    runner.run(options.given(output, overrides), figures, json)
-
-
-@command(bench, "Final validation loss of small models, compressed beside dense.")
-def convergence(
-    options: ConvergenceOptions,
-    overrides: Overrides = None,
-    output: RunsFolder = Path("runs/convergence"),
-    figures: Figures = None,
-    json: JsonFile = None,
-) -> None:
-    """Trains with each setting, each run in its own folder in `output`.
-
-    A run that a former call finished is not repeated. See docs/results/convergence.md.
-    """
-    from megatron_sparse.bench.study import convergence as runner
-
-    runner.run(options.given(output, overrides), figures, json)

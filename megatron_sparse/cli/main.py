@@ -12,11 +12,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from typing import Annotated
 
 import typer
 
-from megatron_sparse.bench.options import command
+from megatron_sparse.bench.options import add_command
 from megatron_sparse.cli import plans, runs
 from megatron_sparse.cli.bench import bench
 from megatron_sparse.config.redaction import redact_text
@@ -59,7 +60,8 @@ MEASURED = {
 }
 for _commands, _panel in ((COMMANDS, None), (MEASURED, MEASUREMENTS)):
     for _action, _help in _commands.items():
-        command(app, _help, _panel)(_action)
+        _signature = signature(_action, eval_str=True)
+        add_command(app, _action.__name__, _help, _action, _signature, _panel)
 app.add_typer(bench, name="bench", rich_help_panel=MEASUREMENTS)
 
 

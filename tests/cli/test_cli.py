@@ -132,7 +132,7 @@ class TestOthers:
         assert run("bench codecs", options, more) == 1
         given = {"dtypes": ("bf16",), "ops": ("prune",), "warmup": 1, "iters": 2, "threads": 1}
         sweep = CodecSweep(min_bytes=2**16, max_bytes=2**26, densities=(0.001, 0.01), **given)
-        measure.assert_called_once_with(sweep=sweep, json_path=Path("rows.jsonl"))
+        measure.assert_called_once_with(sweep, json_path=Path("rows.jsonl"))
         asked = dict(argument.split("=") for argument in sweep.arguments())
         assert asked["--dtype"] == "bf16"
         assert asked["--min-bytes"] == str(2**16)

@@ -10,9 +10,9 @@ Imports nothing heavy: the command line reads this for `--help`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.exchange.options import scheme_names
 from megatron_sparse.bench.options import (
@@ -186,10 +186,6 @@ class StudyOptions(Options):
     out: Path = Path()
     overrides: Sequence[str] = ()
 
-    def given(self, out: Path, overrides: Sequence[str] | None) -> Self:
-        """The same options with a folder and overrides."""
-        return replace(self, out=out, overrides=overrides or ())
-
 
 def _schemes() -> Iterable[str]:
     return (PLAIN, *scheme_names())
@@ -220,13 +216,16 @@ class BedOptions(StudyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(BedOptions):
-    """The options of `bench training`; the first scheme is what the others are compared with.
+    """Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.
 
-    With a slow rank, schemes that can skip a straggler have it pinned.
+    The first scheme is what the others are compared with. With a slow rank, schemes that can skip a
+    straggler have it pinned.
     """
 
     NAME = "bench training"
+    RUNNER = "study.training"
 
+    out: Path = Path("runs/bench_training")
     schemes: Sequence[str] = names_option(
         "plain,direct", "plain: Megatron without the plugin.", "--scheme", among=_schemes
     )
@@ -286,10 +285,15 @@ class TrainingOptions(BedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceOptions(BedOptions):
-    """The options of `bench time-to-loss`; on the test bed each rank has a host of its own."""
+    """Seconds of training until a small GPT reaches plain Megatron's losses.
+
+    On the test bed each rank has a host of its own.
+    """
 
     NAME = "bench time-to-loss"
+    RUNNER = "study.time_to_loss"
 
+    out: Path = Path("runs/time_to_loss")
     settings: Sequence[str] = _settings(TIME_TO_LOSS, "Of docs/results/time-to-loss.md, or all.")
     ranks: int = option(4, "Processes on this machine.", fits=at_least(2))
     mbits: Sequence[int] | None = option(
@@ -309,10 +313,12 @@ class RaceOptions(BedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceOptions(StudyOptions):
-    """The options of `bench convergence`."""
+    """Final validation loss of small models, compressed beside dense."""
 
     NAME = "bench convergence"
+    RUNNER = "study.convergence"
 
+    out: Path = Path("runs/convergence")
     models: Sequence[str] = names_option("gpt,starcoder", flag="--model", among=CORPORA)
     settings: Sequence[str] = _settings(CONVERGENCE, "all, or of docs/results/convergence.md.")
     seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
