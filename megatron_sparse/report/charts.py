@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,62 +141,13 @@ def short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
-def stacked_areas(
-    axes: Axes, x: np.ndarray, areas: Mapping[str, np.ndarray], colours: Sequence[str], top: float
-) -> None:
-    """Draws areas over the iterations, stacked on each other.
-
-    Args:
-        axes: empty.
-        x: the iterations' numbers.
-        areas: name -> one value for each of `x`.
-        colours: one for each area.
-        top: upper end of the y axis.
-    """
-    if len(x) == 1:
-        # An area over one point has no width: draw it as a bar around the point.
-        axes.set_xlim(x[0] - 1, x[0] + 1)
-        x = np.array([x[0] - 0.4, x[0] + 0.4])
-    values = [np.broadcast_to(value, x.shape) for value in areas.values()]
-    axes.stackplot(x, *values, labels=list(areas), colors=colours, linewidth=0)
-    axes.set_ylim(0, top)
-    axes.margins(x=0)
-    axes.set_xlabel("iteration")
-
-
-def stacked_bars(
-    axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, float]], stages: Sequence[str]
-) -> None:
-    """Draws a horizontal bar for each name, made of stages end to end; the first bar is on top.
-
-    Stages are labelled for a legend, which the caller draws (`legend_below`).
-
-    Args:
-        axes: empty.
-        names: of the bars.
-        parts: for each bar, stage -> milliseconds.
-        stages: in order; one that took no time in any bar is left out.
-    """
-    y, left = np.arange(len(names)), np.zeros(len(names))
-    for stage in stages:
-        widths = np.array([stage_ms.get(stage, 0.0) for stage_ms in parts])
-        if widths.any():
-            colour = theme.STAGES[stage]
-            axes.barh(y, widths, left=left, color=colour, height=0.62, label=stage)
-            left += widths
-    axes.set_yticks(y, names)
-    axes.set_ylim(len(names) - 0.5, -0.5)  # downwards: bar 0 is on top
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("ms")
-
-
 def mark_target(axes: Axes, begins: int | None, colour: str = theme.INK) -> None:
     """A dotted vertical line where the target density begins; none for None."""
     if begins is not None:
         axes.axvline(begins - 0.5, color=colour, linestyle=(0, (1, 2)), linewidth=1.2, zorder=3)
 
 
-def legend_below(axes: Axes, columns: int = 3) -> None:
+def legend_below(axes: Axes) -> None:
     """A legend of everything that has a label; none without."""
     if axes.get_legend_handles_labels()[0]:
-        axes.figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.0)
+        axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)

@@ -20,8 +20,6 @@ from megatron_sparse.report.charts import (
     legend_below,
     mark_target,
     short,
-    stacked_areas,
-    stacked_bars,
     thinned,
     thinned_note,
 )
@@ -157,11 +155,19 @@ def _breakdown(run: RunData, runs: Sequence[RunData]) -> Chart:
         stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {REST: rest_ms}
         x, _ = thinned(columns.number, rest_ms)  # the same for all stages
         areas = {stage: thinned(columns.number, value)[1] for stage, value in stages.items()}
-        stacked_areas(axes, x, areas, [theme.STAGES[stage] for stage in areas], top_ms)
+        if len(x) == 1:
+            # An area over one point has no width: draw it as a bar around the point.
+            axes.set_xlim(x[0] - 1, x[0] + 1)
+            x = np.array([x[0] - 0.4, x[0] + 0.4])
+        values = [np.broadcast_to(value, x.shape) for value in areas.values()]
+        colours = [theme.STAGES[stage] for stage in areas]
+        axes.stackplot(x, *values, labels=list(areas), colors=colours, linewidth=0)
+        axes.set_ylim(0, top_ms)
+        axes.margins(x=0)
         mark_target(axes, columns.target_begins)
         axes.set_xlim(right=max(last, axes.get_xlim()[1]))
-        axes.set_ylabel("ms")
-        legend_below(axes, 4)
+        axes.set(xlabel="iteration", ylabel="ms")
+        legend_below(axes)
 
     note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
     note += TARGET_NOTE + thinned_note([len(columns.number)])
@@ -183,11 +189,20 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
     longest_us = max(bucket.measured_us for buckets in shown_of for bucket in buckets)
 
     def draw(axes: Axes) -> None:
-        stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
-        stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
+        """Draws a bar for each bucket: its stages end to end, those that took any time."""
+        y, left = np.arange(len(shown)), np.zeros(len(shown))
+        for stage in BUCKET_STAGES:
+            widths = np.array([bucket.stage_us.get(stage, 0.0) / 1e3 for bucket in shown])
+            if widths.any():
+                colour = theme.STAGES[stage]
+                axes.barh(y, widths, left=left, color=colour, height=0.62, label=stage)
+                left += widths
+        axes.set_yticks(y, [short(bucket.name) for bucket in shown])
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("ms")
         axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # first bar on top, room for at least two
         axes.set_xlim(0, longest_us / 1e3 * 1.05 or 1.0)  # matplotlib needs a positive length
-        legend_below(axes, 4)
+        legend_below(axes)
 
     count = max(bucket.count for bucket in shown)
     total = len(run.buckets)
