@@ -150,13 +150,11 @@ def draw_lines(
     *,
     log: str = "",
     ticks: bool = False,
-    title: str = "",
-    **labels: Any,
 ) -> None:
     """Draws a line for each value of the column `series`: column y over column x.
 
     `log`: the logarithmic axes: `x`, `y` or `xy`. `ticks`: put ticks at the values of x and nowhere
-    else. `title`: above the lines, in small letters. `labels`: arguments of `axes.set`.
+    else.
     """
     for name, members in groups(rows, "series").items():
         colour, marker, dash = styles[name]
@@ -175,9 +173,6 @@ def draw_lines(
         log_axis(axes, which)
     if ticks:
         axes.set_xticks(sorted({row[x] for row in rows}))
-    if title:
-        axes.set_title(title, fontsize=9)
-    axes.set(**labels)
 
 
 def panels(
@@ -193,23 +188,15 @@ def panels(
 
 
 def line_panels(
-    canvas: Canvas,
-    rows: Sequence[Row],
-    by: str,
-    x: str,
-    y: str,
-    *,
-    sharey: bool = False,
-    **options: Any,
+    canvas: Canvas, rows: Sequence[Row], by: str, x: str, y: str, *, sharey: bool = False
 ) -> dict[Any, Axes]:
     """Draws a panel of lines y over x for each value of the column `by`, with one legend.
 
-    `sharey`: all panels have one scale. `options` are passed to `draw_lines`. Returns the panels,
-    by value.
+    `sharey`: all panels have one scale. Returns the panels, by value.
     """
     found = {}
     for value, axes, panel_rows in panels(canvas, rows, by, sharey=sharey):
-        draw_lines(axes, panel_rows, x, y, styles_of(rows), **options)
+        draw_lines(axes, panel_rows, x, y, styles_of(rows))
         found[value] = axes
     shared_legend(canvas, list(found.values()))
     return found
@@ -293,17 +280,12 @@ def heatmaps(
             grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
         logs = np.log2(grid)
         axes.imshow(logs, "BrBG", vmin=-most_log, vmax=most_log, origin="lower", aspect="auto")
-        is_dark = abs(logs) > 0.7 * most_log  # there the numbers are white
-        write_numbers(axes, grid, number, is_dark)
+        for (line, column), cell in np.ndenumerate(grid):
+            is_dark = abs(logs[line, column]) > 0.7 * most_log
+            style = {"fontsize": 8, "color": "white" if is_dark else "black"}
+            axes.text(column, line, number.format(cell), ha="center", va="center", **style)
         axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
         axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])
         axes.set_xlabel(xlabel)
         found[key] = axes
     return found
-
-
-def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray) -> None:
-    """Writes the values of a grid into its cells, in white where the cell is dark."""
-    for (line, column), value in np.ndenumerate(grid):
-        colour, text = "white" if is_dark[line, column] else "black", number.format(value)
-        axes.text(column, line, text, ha="center", va="center", fontsize=8, color=colour)
