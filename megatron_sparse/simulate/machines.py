@@ -6,7 +6,7 @@ comment beside each latency names its source, and docs/results/figures.md lists 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sparse.transport import Link, Topology
 
@@ -125,14 +125,11 @@ DGX_H100 = Machine(
 )
 """StragglAR's larger server, of its simulated scaling figures."""
 
-AWS_100 = Machine(
-    "AWS p3dn.24xlarge, 100 Gbit/s",
-    ranks_per_node=1,
-    intra=Link(0.0, 0.0),
+AWS_100 = replace(
+    AWS_25,
+    name="AWS p3dn.24xlarge, 100 Gbit/s",
     # EFA's RDMA between two instances of a placement group; an assumption: half of TCP's.
     inter=Link(15e-6, 1 / (100 * GBIT)),
-    nic="rank",
-    memory_rate=900 * GB,
 )
 """ZEN's second test bed, a rank for each machine."""
 

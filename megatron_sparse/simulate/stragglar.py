@@ -112,23 +112,19 @@ def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
     figures.shared_legend(canvas, [left, right])
 
 
-_LINKS = "alpha 3 us, 450 GB/s between any two ranks; local work takes no time"
+def _scaling(number: int, title: str, ranks: Sequence[int], fast_ranks: Sequence[int]) -> Figure:
+    """A figure over numbers of ranks; `fast_ranks`: those of the reduced sweep."""
+    return Figure(
+        "stragglar",
+        number,
+        f"StragglAR figure {title}",
+        "alpha 3 us, 450 GB/s between any two ranks; local work takes no time",
+        lambda fast: _scaling_rows(fast_ranks if fast else ranks),
+        draw_scaling,
+    )
+
 
 FIGURES = (
-    Figure(
-        "stragglar",
-        6,
-        "StragglAR figure 6c: all-reduce of 1 GiB over the number of ranks",
-        _LINKS,
-        lambda fast: _scaling_rows(FAST_POWERS if fast else POWERS),
-        draw_scaling,
-    ),
-    Figure(
-        "stragglar",
-        9,
-        "StragglAR figure 9: 1 GiB, even numbers of ranks that are no powers of 2",
-        _LINKS,
-        lambda fast: _scaling_rows(FAST_EVENS if fast else EVENS),
-        draw_scaling,
-    ),
+    _scaling(6, "6c: all-reduce of 1 GiB over the number of ranks", POWERS, FAST_POWERS),
+    _scaling(9, "9: 1 GiB, even numbers of ranks that are no powers of 2", EVENS, FAST_EVENS),
 )
