@@ -55,35 +55,6 @@ class TestRoot:
         assert "Traceback" not in capsys.readouterr().err
 
 
-class TestOneNameForOutputs:
-    """`--output`; its ending decides the format."""
-
-    @pytest.mark.parametrize("line", ["doctor --csv f", "plan --out f", "report x --pgn f"])
-    def test_others_stay_unknown(self, line, capsys):
-        assert run(line) == 2
-        assert "No such option" in capsys.readouterr().err
-
-    def test_a_command_gets_each_by_its_ending(self, monkeypatch, tmp_path):
-        pytest.importorskip("matplotlib")
-        from megatron_sparse.report import page
-
-        given: list[tuple[object, ...]] = []
-        monkeypatch.setattr(page, "run", lambda *paths: given.append(paths) or [])
-        monkeypatch.chdir(tmp_path)
-        for line in (
-            "report a b",
-            "report a --output x.csv",
-            "report a --output x.csv --output x.HTML",
-        ):
-            assert run(line) == 0
-        a, table = Path("a"), Path("x.csv")
-        assert given == [
-            ([a, Path("b")], [Path("report.html")]),
-            ([a], [table]),
-            ([a], [table, Path("x.HTML")]),
-        ]
-
-
 class TestTrain:
     """Everything goes to Hydra, and comes back as one error or an exit code."""
 

@@ -323,12 +323,16 @@ class TestMistakes:
             (folder / name).write_text(kept)
 
 
-def test_the_command_writes_page_and_table(run, tmp_path, capsys):
-    page_file, table = tmp_path / "deep" / "r.html", tmp_path / "other" / "r.csv"
+def test_the_command_writes_page_and_table(run, tmp_path, capsys, monkeypatch):
+    """Each by its ending, in any case of letters; without a name the page alone."""
+    page_file, table = tmp_path / "deep" / "r.HTML", tmp_path / "other" / "r.CSV"
     assert commands.run("report", run, "--output", page_file, "--output", table) == 0
     assert capsys.readouterr().out == f"{page_file}\n{table}\n"
     assert page_file.read_text().startswith("<!doctype html>")
     assert table.read_text().startswith("run,")
+    monkeypatch.chdir(tmp_path)
+    assert commands.run("report", run) == 0
+    assert [path.name for path in tmp_path.glob("*.*")] == ["report.html"]
 
 
 def test_a_csv_has_a_line_for_each_run_of_a_sweep(tmp_path, capsys):
