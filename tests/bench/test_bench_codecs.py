@@ -5,9 +5,7 @@ Checks before timing, rows on disk and screen; bits of moves against their entro
 
 import math
 import sys
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,20 +27,6 @@ def is_timed(row: CodecRow, *more: str) -> bool:
     return row.wrong == 0 and all(time > 0 and math.isfinite(time) for time in times)
 
 
-def printed_and_written(
-    run: Callable[[Path], list[CodecRow]], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> list[CodecRow]:
-    """The rows of a bench, which are also printed and in its file; torch's threads stay."""
-    path, threads = folder / "rows.jsonl", torch.get_num_threads()
-    rows = run(path)
-    assert torch.get_num_threads() == threads
-    assert json_lines(path) == [row.to_dict() for row in rows]
-    printed = capsys.readouterr().out.splitlines()
-    assert "#wrong" in printed[3]
-    assert len(printed) == 4 + len(rows)
-    return rows
-
-
 @pytest.fixture(autouse=True)
 def quick_oracle(monkeypatch):
     monkeypatch.setattr(records, "ORACLE_NUMEL", 2**13)
@@ -58,8 +42,14 @@ def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -
 
 
 def test_rows_are_right_timed_and_written(tmp_path, capsys):
+    path, threads = tmp_path / "rows.jsonl", torch.get_num_threads()
     sweep = CodecSweep(densities=(0.01, 1.0), dtypes=("fp32", "bf16"), ops=OPS, **SMALL)
-    rows = printed_and_written(lambda path: codecs.run(sweep, path), tmp_path, capsys)
+    rows = codecs.run(sweep, path)
+    assert torch.get_num_threads() == threads
+    assert json_lines(path) == [row.to_dict() for row in rows]
+    printed = capsys.readouterr().out.splitlines()
+    assert "#wrong" in printed[3]
+    assert len(printed) == 4 + len(rows)
     assert {row.op for row in rows} == {"prune", *RECORD_OPS}
     assert {row.format for row in rows} == {"-", "coo", "pici", "pici_paper", "blocks", "dense"}
     assert {row.peer for row in rows} >= {"torch nonzero", "torch index_add_"}
