@@ -84,6 +84,7 @@ MISTAKES = (
     train("training.overlap_grad_reduce=maybe", "bool"),
     train("compression.density=7", "0 < compression.density <= 1"),
     train("training.precision=fp8", "auto | fp32 | bf16 | fp16"),
+    train("training.save_signal=SIGKILL", "SIGUSR1 | SIGUSR2 | SIGTERM"),
     train("scheme.wire_dtype=int8", "fp32 | bf16 | fp16"),
     train("'name=\"my run\"'", "letters, digits"),
     train("'compression.keep_patterns=[\"(emb\"]'", "regular expression"),

@@ -10,7 +10,6 @@ from megatron_sparse import simulate
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.record_spec import Expected
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, decode_add_
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import StageTimer
@@ -248,11 +247,6 @@ def test_narrower_gradients_and_moves_take_less():
     assert narrow.dense_gradient_ms < 0.6 * wide.dense_gradient_ms
     assert narrow.inside_ms < wide.inside_ms
     assert narrow.parameters_ms < wide.parameters_ms
-
-
-def test_nodes_of_different_sizes_are_refused():
-    with pytest.raises(ConfigError, match="level node needs nodes of one size"):
-        rows_of((12,))
 
 
 def test_the_command(tmp_path, capsys):
