@@ -290,25 +290,17 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
     return variables | package_path()
 
 
-def _compiles_first(config: RunConfig) -> str:
-    """A sentence about what the ranks compile before their first iteration; empty if nothing."""
-    from megatron_sparse.cuda_ext import compiles_first
-
-    if not (config.plugin and config.compression.enabled):
-        return ""
-    on_gpus = config.cluster.device == "cuda"
-    return compiles_first("cpu", *(["cuda"] if on_gpus else []))
-
-
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
     """The lines that a run prints at its start: ranks, length, gradients, and the run's folder.
 
     If they apply, also lines on how `scheme.name=auto` chooses, on compilation, and on `start`.
     """
     from megatron_sparse.collectives import AUTO
+    from megatron_sparse.cuda_ext import compiles_first
 
     training, cluster = config.training, config.cluster
-    backend = "NCCL" if cluster.device == "cuda" else "gloo"
+    parts, backend = (["cpu", "cuda"], "NCCL") if cluster.device == "cuda" else (["cpu"], "gloo")
+    needs_codecs = config.plugin and config.compression.enabled
     is_auto = config.plugin and config.scheme.name == AUTO
     lines = (
         f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
@@ -316,7 +308,7 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
         f"{training.iterations} iterations of {config.global_batch_size} x "
         f"{config.model.seq_length} tokens, {_synchronisation(config)}",
         basis(config.sparse) if is_auto else "",
-        _compiles_first(config),
+        compiles_first(*parts) if needs_codecs else "",
         str(run_dir),
         resumed(config, start) if start is not None else "",
     )
