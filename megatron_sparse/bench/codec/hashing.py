@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from megatron_sparse.bench.codec import peers
 from megatron_sparse.bench.codec.frame import DTYPES, KEY, STEP, Case, Task, differing
 from megatron_sparse.bench.table import Action
 from megatron_sparse.calibration.codec import sparse_vector
@@ -83,10 +84,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 
     records = encode()
     record_bytes = sum(record.numel() for record in records)
-    peers: dict[str, Action] = {"torch nonzero": nonzero}
-    yield Task("encode", case.form, grad_N.nbytes + record_bytes, wrong, encode, peers)
+    its_peers: dict[str, Action] = {"torch nonzero": nonzero}
+    yield Task("encode", case.form, grad_N.nbytes + record_bytes, wrong, encode, its_peers)
     acc_N = torch.zeros(case.numel, device=case.device)
-    peer_acc_N = torch.zeros_like(acc_N)
 
     def decode_add() -> None:
         for record, spec in zip(records, specs, strict=True):
@@ -94,11 +94,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 
     decode_add()  # the accumulator was zero, so the sum must be the gradient
     wrong += _unequal(acc_N, grad_N.float())
-    index_K = grad_N.nonzero().squeeze(1)
-    values_K = grad_N[index_K].float()
-    peers = {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)}
     moved_bytes = record_bytes + 2 * case.touched_bytes(grad_N)  # the sum is read and written
-    yield Task("decode_add", case.form, moved_bytes, wrong, decode_add, peers)
+    its_peers = peers.decode_add(grad_N)
+    yield Task("decode_add", case.form, moved_bytes, wrong, decode_add, its_peers)
 
 
 def _pair_tasks(case: Case) -> Iterator[Task]:
@@ -119,9 +117,9 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     wrong = _unequal(entries.indices_K, index_K[by_partition_K])
     wrong += _unequal(entries.values_K, values_K[by_partition_K])
     wrong += _unequal(entries.indices_K, peer_entries.indices_K)
-    peers: dict[str, Action] = {"Algorithm 1": algorithm_1}
     moved_bytes = 2 * entry_bytes  # read and written
-    yield Task("hash_partition", case.form, moved_bytes, wrong, split, peers)
+    its_peers: dict[str, Action] = {"Algorithm 1": algorithm_1}
+    yield Task("hash_partition", case.form, moved_bytes, wrong, split, its_peers)
 
     def encode() -> list[torch.Tensor]:
         return [hash_pairs.encode(*entries.of(spec.partition), spec) for spec in specs]

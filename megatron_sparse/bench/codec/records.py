@@ -114,9 +114,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     grad_N, residual_N = case.gradient(), torch.zeros(case.numel, device=case.device)
     prune_encode = codec.prune_encode(grad_N, residual_N)
     prune_encode()  # writes the record, whose size and name the task needs
-    its_peers: dict[str, Action] = {}
-    if with_peers:
-        its_peers = peers.prune_encode(grad_N, case.threshold)
+    its_peers = peers.prune_encode(grad_N, case.threshold) if with_peers else {}
     moved_bytes = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
     yield Task("prune_encode", codec.record_name(), moved_bytes, wrong, prune_encode, its_peers)
 
