@@ -69,14 +69,7 @@ def table(title: str, *headers: str) -> Table:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        name: the part that was checked.
-        status: `ok`, `warn` or `fail`.
-        detail: what was found.
-        remedy: what to do about it; empty when there is nothing to do.
-    """
+    """One line of the report: a part, what was found, and what to do about it (empty: nothing)."""
 
     name: str
     status: Status

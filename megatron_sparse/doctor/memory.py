@@ -86,11 +86,9 @@ class MemoryAccount:
 
 
 def run(overrides: Sequence[str], json: Path | None = None) -> None:
-    """Prints a run's `MemoryAccount` as a table and, with `json`, writes it as JSON lines.
+    """Prints a run's `MemoryAccount` as a table; `overrides` are arguments of `train`.
 
-    Args:
-        overrides: the arguments of `train` that describe the run.
-        json: file for one JSON object an item: `item`, `bytes`, `bytes_per_parameter`.
+    The file `json` gets one JSON object an item: `item`, `bytes`, `bytes_per_parameter`.
 
     Raises:
         ConfigError: the configuration is wrong, or it trains without the plugin.

@@ -91,9 +91,7 @@ class Case:
     def touched_bytes(self, values_N: torch.Tensor, *, whole: bool = False) -> int:
         """Bytes of all memory lines of an fp32 accumulator that adding a gradient touches.
 
-        Args:
-            values_N: the gradient; by default its zeros are not added, and touch no line.
-            whole: its zeros are added, too.
+        Its zeros are not added, and touch no line, unless `whole`.
         """
         # A memory line: the least that a GPU, or a CPU, reads or writes to touch one element.
         line_bytes = 32 if self.device.type == "cuda" else 64

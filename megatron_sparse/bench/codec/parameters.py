@@ -137,9 +137,7 @@ def encoded(pair: ParameterPair) -> torch.Tensor:
 def moves_of(pair: ParameterPair, code: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns a pair's moves as zigzag numbers (0, 1, 2 for 0, -1, 1), and the old exponents.
 
-    Args:
-        pair: numbers of 16 bits, on the CPU.
-        code: of the dtype, as in `WIRE_CODES`.
+    The pair has numbers of 16 bits, on the CPU; `code` is that of their dtype in `WIRE_CODES`.
     """
     old, new = _bits_of(pair.old_N), _bits_of(pair.new_N)
     return oracle.zigzag(old, new, code), oracle.exponents(old, code)

@@ -249,13 +249,10 @@ class _Outcome(NamedTuple):
 
 
 class VirtualRanks:
-    """All ranks of a case in this process, on a virtual cluster whose clock begins at 0.
-
-    Attributes:
-        carried_by: the scheme that carried the bucket; known after a run.
-    """
+    """All ranks of a case in this process, on a virtual cluster whose clock begins at 0."""
 
     carried_by: str
+    """The scheme that carried the bucket; known after a run."""
 
     def __init__(self, case: BucketCase, sweep: CollectiveSweep, topology: Topology) -> None:
         self._case, self._delay_s = case, sweep.delay_ms * 1e-3

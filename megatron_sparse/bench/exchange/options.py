@@ -234,11 +234,7 @@ class CalibrationPlace(Place):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions(Options):
-    """What to measure, the same on every rank.
-
-    Attributes:
-        out: the YAML file.
-    """
+    """What to measure, the same on every rank; `out` is the YAML file."""
 
     NAME = "calibrate"
 

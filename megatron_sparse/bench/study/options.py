@@ -176,11 +176,9 @@ def _validated(iters: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(Options):
-    """Arguments of all benches of whole runs that are not made by `option`.
+    """Options of all benches of whole runs.
 
-    Attributes:
-        out: gets a folder and a log for each run.
-        overrides: more arguments of `train`, for all runs.
+    `out` gets a folder and a log for each run; `overrides` are more arguments of `train`, for all.
     """
 
     out: Path = Path()
