@@ -57,13 +57,7 @@ class LevelPrice:
 
 @dataclass(frozen=True)
 class LevelComparison:
-    """The cheapest level for some buckets.
-
-    Attributes:
-        level: its name.
-        seconds: of all buckets together, by level.
-        reason: in words.
-    """
+    """The cheapest level for some buckets, why, and the seconds of all of them by level."""
 
     level: str
     seconds: Mapping[str, float]

@@ -90,13 +90,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme, and the reason for it.
-
-    Attributes:
-        scheme: its name.
-        reason: in words.
-        predicted_us: see `Plan`.
-    """
+    """The name of a scheme, the reason for it in words, and its predicted time as in `Plan`."""
 
     scheme: str
     reason: str

@@ -77,10 +77,7 @@ class Pricing:
 def of_run(path: Path, pricing: Pricing, ranks: int | None) -> list[Row]:
     """The plan of a run's buckets with these prices.
 
-    Args:
-        path: the run's folder, or its `plan.json`.
-        pricing: the cluster and the candidates.
-        ranks: the number of all ranks; None for the run's.
+    `path`: the run's folder, or its `plan.json`. `ranks`: the number of all ranks; None: the run's.
 
     Raises:
         ConfigError: there is no plan, or its lanes do not divide `ranks`.
@@ -173,12 +170,9 @@ def rows(
 
 
 def print_plan(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints one table for each set of buckets that are alike.
+    """Prints one table for each set of buckets that are alike; the module describes `rows`.
 
     Plain text if standard output is not a terminal.
-
-    Args:
-        rows: see the module's docstring.
     """
     console = Console(highlight=False)
     # Rows that differ in their bucket and profile only are shown once.

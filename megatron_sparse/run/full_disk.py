@@ -37,9 +37,8 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
     """The `StorageError` to raise if `error` comes from a full disk, else None.
 
-    Args:
-        error: its causes count too, and errors of other ranks that torch has gathered in it.
-        folder: of the run; its disk is named if `error` names no file.
+    Causes of the error count too, and errors of other ranks that torch has gathered in it. If it
+    names no file, the disk of the run's `folder` is named.
     """
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _CODES:

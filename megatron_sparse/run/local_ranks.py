@@ -39,12 +39,8 @@ def check_place(
 ) -> None:
     """Refuses flags that contradict each other about where ranks run.
 
-    Args:
-        netbed: run on the test bed.
-        virtual: run on virtual ranks in this process.
-        mbit: the rate of the test bed's links.
-        ranks: the number that the user asks for; None: any.
-        started: the number that a launcher has started, see `started_ranks`; None: no launcher.
+    `mbit` is the rate of the test bed's links. `ranks`: as many as the user asks for; None: any.
+    `started`: as many as a launcher has started, see `started_ranks`; None: no launcher.
 
     Raises:
         ConfigError: the flags contradict each other.

@@ -76,11 +76,9 @@ def begin(
 ) -> tuple[RunConfig, Path] | None:
     """Checks a run, makes its folder, and prints where it starts.
 
-    Args:
-        config: the run, with device and precision decided.
-        command: the command line.
-        lock_stack: receives the lock of the run's folder; closing the stack releases the lock.
-        in_rank: this process will train; only a launcher lets Megatron check `megatron:`.
+    Device and precision must be decided. `lock_stack` receives the lock of the run's folder;
+    closing the stack releases the lock. `in_rank`: this process will train; only a launcher lets
+    Megatron check `megatron:`.
 
     Returns:
         The run with its schedule, and its folder; None if the checkpoint is the run's last one.
@@ -192,12 +190,8 @@ def make_run_dir(
 
     Changes nothing while another process trains in the folder, which then has a lock (`run_lock`).
 
-    Args:
-        config: the run.
-        command: the command line.
-        start: from `resume.find`; None: `find` is called here.
-        lock_stack: receives the folder's lock, and releases it when closed; None: the lock is
-            released on return.
+    `start` is from `resume.find`; None: `find` is called here. `lock_stack` receives the folder's
+    lock, and releases it when closed; None: the lock is released on return.
 
     Returns:
         The folder, absolute. The folder of an earlier run that is not resumed is now `NAME.1`, ...

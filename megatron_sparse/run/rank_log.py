@@ -92,11 +92,8 @@ def _redirected(target: int) -> Iterator[None]:
 def write_report(message: str, *, typed: bool) -> None:
     """Writes the error file of torch's agent, in the agent's format, complete or not at all.
 
-    Prints the message instead if there is no agent, or if the file cannot be written.
-
-    Args:
-        message: why this rank failed; secrets in it are hidden.
-        typed: whether it is the message of a `MegatronSparseError`.
+    Prints the message instead if there is no agent, or if the file cannot be written. Secrets in
+    it are hidden. `typed`: whether it is the message of a `MegatronSparseError`.
     """
     message = redact_text(message)
     path = os.environ.get(ERROR_FILE)

@@ -29,12 +29,9 @@ MULTIRUN = "multirun"
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run of a sweep ended.
+    """How a run of a sweep ended, with the exit code that `train` would have for this run alone.
 
-    Attributes:
-        name: the run's name.
-        exit_code: the exit code that `train` would have for this run alone.
-        error: why the run failed; empty with code 0.
+    `error` says why the run failed; empty with code 0.
     """
 
     name: str
@@ -44,9 +41,8 @@ class RunEnd:
     def write(self, folder: Path, replace: bool = True) -> None:
         """Writes the outcome as `outcome.json`.
 
-        Args:
-            folder: the run's subfolder in the sweep's folder; made if missing.
-            replace: whether to replace an outcome that another rank of the run has written.
+        `folder`, the run's subfolder in the sweep's, is made if missing. `replace`: whether to
+        replace an outcome that another rank of the run has written.
 
         Raises:
             OSError: the folder cannot be written.
