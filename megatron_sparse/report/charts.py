@@ -58,14 +58,9 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture of a report.
+    """One picture of a report, which `draw` draws onto empty axes.
 
-    Attributes:
-        name: name of its anchor in the page.
-        title: the title, with units.
-        note: how to read the chart.
-        draw: draws it onto empty axes.
-        height_in: height of the picture in inches.
+    `name`: of its anchor in the page. The title has units; `note` says how to read the chart.
     """
 
     name: str
@@ -112,9 +107,7 @@ def _styled(text: str, title: str) -> str:
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Reduces a line to at most `MOST_POINTS` points: the means of neighbouring points.
 
-    Args:
-        x: ascending.
-        y: one value for each of `x`. A mean leaves NaN out, and is NaN where all values are.
+    `x` ascends. A mean leaves NaN out, and is NaN where all values are.
     """
     count = min(len(x), MOST_POINTS)
     return _means(x, count), _means(y, count)

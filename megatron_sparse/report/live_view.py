@@ -122,11 +122,8 @@ def _tail(path: Path) -> list[IterationBreakdown]:
 def follow(folder: Path, columns: int | None) -> None:
     """Draws the view again and again until the run's last iteration, or Ctrl-C.
 
-    On a terminal a view replaces the one before; a pipe or file gets them one below the other.
-
-    Args:
-        folder: the run's folder; it may have no iteration yet.
-        columns: width; None takes the terminal's.
+    On a terminal a view replaces the one before; a pipe or file gets them one below the other. The
+    run may have no iteration yet. `columns` is the width; None takes the terminal's.
 
     Raises:
         ConfigError: the folder is not a run's, or another version writes it.

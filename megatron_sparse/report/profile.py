@@ -47,9 +47,8 @@ class Sample:
 def run(path: Path, kind: str | None) -> list[dict[str, Any]]:
     """Prints the table of a dump, and returns its profiles for JSON.
 
-    Args:
-        path: a run's folder, or the folder of a dump.
-        kind: `gradient` or `selected`; None takes `selected` if that was recorded.
+    `path` is a run's folder, or the folder of a dump. `kind` is `gradient` or `selected`; None
+    takes `selected` if that was recorded.
 
     Returns:
         A JSON object for each bucket and iteration: `iteration`, `bucket`, `kind`, `profile`.
@@ -95,9 +94,7 @@ def _listed(iterations: Sequence[int]) -> str:
 def samples_of(dump: GradientDump, kind: Kind) -> Iterator[Sample]:
     """For each iteration, a sample of each bucket, then one of each group's buckets together.
 
-    Args:
-        dump: the gradient dump.
-        kind: the kind of gradient. A bucket that was synchronised densely has no `selected` one.
+    A bucket that was synchronised densely has no `selected` gradient.
 
     Raises:
         ProfileError: no gradient of the kind was recorded, or a file is missing or damaged.

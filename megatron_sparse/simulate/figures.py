@@ -38,16 +38,10 @@ WIDTH_IN, DPI = 9.0, 100
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a paper.
+    """One figure of a paper: spccl, zen, pccl or stragglar.
 
-    Attributes:
-        paper: spccl, zen, pccl or stragglar.
-        number: in the paper.
-        title: what it shows.
-        assumptions: the subtitle: the model's assumptions.
-        rows: makes the data; its argument `fast` asks for a much smaller sweep.
-        draw: puts rows onto an empty canvas.
-        height_in: of the picture.
+    `assumptions`, those of the model, are the subtitle. `rows` makes the data; its argument `fast`
+    asks for a much smaller sweep.
     """
 
     paper: str

@@ -137,10 +137,7 @@ class LevelRow(CellRow):
 class Group:
     """Data-parallel ranks on a cluster, and the prices of one bucket there.
 
-    Attributes:
-        cluster: rates of links and codecs, overheads of the CPU.
-        ranks: how many; nodes are filled one after the other.
-        training: what is synchronised.
+    Nodes are filled one after the other.
 
     Raises:
         ConfigError: nodes would differ in size.

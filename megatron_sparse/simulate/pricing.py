@@ -50,11 +50,7 @@ Measure = Callable[[Any, tuple, dict, Any], float]
 
 
 class OperationMeter(TorchDispatchMode):
-    """Adds up what `measure` returns for every tensor operation within its `with` block.
-
-    Attributes:
-        total: the sum over all operations so far.
-    """
+    """Adds up, in `total`, what `measure` returns for each tensor operation in its `with` block."""
 
     def __init__(self, measure: Measure) -> None:
         super().__init__()
@@ -147,12 +143,8 @@ def records_nnz(records: torch.Tensor) -> int:
 class ChargingTimer(StageTimer):
     """Stands in for a bucket's timer: adds the price of local work to a rank's modelled clock.
 
-    Args:
-        transport: of the rank, with its clock.
-        price: seconds of an operation; None makes local work free.
-
-    Attributes:
-        charged_s: seconds added to the clock so far.
+    `price` returns the seconds of an operation; None makes local work free. `charged_s` are the
+    seconds added to the clock so far.
     """
 
     def __init__(self, transport: VirtualTransport, price: Measure | None) -> None:
@@ -177,14 +169,9 @@ class ChargingTimer(StageTimer):
 class Job:
     """One collective on one machine.
 
-    Attributes:
-        machine: the machine.
-        world_size: ranks.
-        full_bytes: size of the fp32 bucket that is priced.
-        numel: elements of the bucket that is simulated, a multiple of `world_size`.
-        op: all-reduce or reduce-scatter.
-        format: of sparse messages, as in `scheme.format`.
-        charged: whether local work takes time.
+    `full_bytes` is the size of the fp32 bucket that is priced, `numel` the elements of the one that
+    is simulated, a multiple of `world_size`. `format` is that of sparse messages, as in
+    `scheme.format`. `charged`: whether local work takes time.
     """
 
     machine: Machine
