@@ -101,26 +101,6 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
     return found
 
 
-def outcomes_8(
-    job: Job, gradients: Gradients, density: float, sum_density: float
-) -> dict[str, JobCost]:
-    """The costs of figure 8: `outcomes`, and the costs that the paper counts for its own scheme.
-
-    `density` is the density of a rank's gradient, `sum_density` that of the sum of all gradients.
-    """
-    # The paper leaves the parameter server out, too: its time is 40 times off the scale.
-    on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
-    found = outcomes(job, gradients, on_scale)
-    dense = found["AllReduce"]
-    # Balanced Parallelism sends the non-zero elements of a gradient (Push) and of the sum (Pull);
-    # AllReduce sends all elements twice. In COO each value has an index of the same length.
-    share = (density + sum_density) / 2
-    for name, of_dense in (("in COO", 2 * share), ("without index", share)):
-        ideal = JobCost(of_dense * dense.time_s, 0.0, of_dense * dense.wire_bytes)
-        found[f"Balanced Parallelism {name} (counted)"] = ideal
-    return found
-
-
 def _rows(
     workload: Workload, job: Job, model: GradientModel, found: dict[str, JobCost], dense: JobCost
 ) -> list[Row]:
@@ -151,14 +131,26 @@ def _rows(
 
 
 def rows_8(fast: bool) -> list[Row]:
-    """The rows of figure 8: time over the time of the dense all-reduce, by number of GPUs."""
+    """The rows of figure 8: time over the time of the dense all-reduce, by number of GPUs.
+
+    Among them are the costs that the paper counts for its own scheme.
+    """
     numel = FAST_NUMEL if fast else NUMEL_8
     model = NMT.gradient_model(numel)
+    # The paper leaves the parameter server out, too: its time is 40 times off the scale.
+    on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
     rows = []
     for n in (4, 16) if fast else (4, 8, 16, 32, 64, 128):
         job = Job(BANDWIDTH_ONLY, n, 4 * NMT.full_numel, numel, charged=False)
-        found = outcomes_8(job, model.gradient, model.density, model.sum_density(n))
-        rows += _rows(NMT, job, model, found, found["AllReduce"])
+        found = outcomes(job, model.gradient, on_scale)
+        dense = found["AllReduce"]
+        # Balanced Parallelism sends the non-zero elements of a gradient (Push) and of the sum
+        # (Pull); AllReduce sends all elements twice. In COO a value has an index of its length.
+        share = (model.density + model.sum_density(n)) / 2
+        for name, of_dense in (("in COO", 2 * share), ("without index", share)):
+            ideal = JobCost(of_dense * dense.time_s, 0.0, of_dense * dense.wire_bytes)
+            found[f"Balanced Parallelism {name} (counted)"] = ideal
+        rows += _rows(NMT, job, model, found, dense)
     return rows
 
 
