@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
@@ -190,7 +189,8 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
 def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
     """Prints the buckets' names and shape, the table of prices, and the choice with its reason.
 
-    Rows of a group differ in their bucket and profile only, so the first one speaks for all.
+    Rows of a group differ in their bucket and profile only, so the first one speaks for all. The
+    table has the cheapest scheme first, and a star at the chosen one.
     """
     row = group[0]
     names = ", ".join(member["bucket"] for member in group[:NAMES_SHOWN])
@@ -201,22 +201,14 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
         style="bold",
         markup=False,
     )
-    if row["predicted_us"]:
-        console.print(_table(row["chosen"], row["predicted_us"]))
+    if prices_us := row["predicted_us"]:
+        table = plain_table("", "  scheme", "predicted us", "/ dense")
+        for name, price in sorted(prices_us.items(), key=lambda item: item[1]):
+            table.add_row(
+                f"* {name}" if name == row["chosen"] else f"  {name}",
+                f"{price:.1f}",
+                f"{price / prices_us[DENSE]:.2f}" if prices_us.get(DENSE) else "-",
+                style="bold" if name == row["chosen"] else None,
+            )
+        console.print(table)
     console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
-
-
-def _table(chosen: str, prices_us: dict[str, float]) -> Table:
-    """The table of schemes, the cheapest first, the chosen one with a star.
-
-    Columns: the predicted time in microseconds, and its ratio to that of `dense`.
-    """
-    table = plain_table("", "  scheme", "predicted us", "/ dense")
-    for name, price in sorted(prices_us.items(), key=lambda item: item[1]):
-        table.add_row(
-            f"* {name}" if name == chosen else f"  {name}",
-            f"{price:.1f}",
-            f"{price / prices_us[DENSE]:.2f}" if prices_us.get(DENSE) else "-",
-            style="bold" if name == chosen else None,
-        )
-    return table
