@@ -184,13 +184,6 @@ def _report_early_stop(config: RunConfig, stopped_at: int | None, rank: int) -> 
         launchers.requeue(os.environ)
 
 
-def _wait_for_readers(store: Any, ranks: int) -> None:
-    """Keeps rank 0, and srun's store with it, until all other ranks have read the answer."""
-    deadline_s = time.monotonic() + _READERS_S
-    while store.add(_READERS, 0) < ranks and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-
-
 def _is_reported(store: Any) -> bool:
     """Whether another rank has called this before, and so reports the error that all ranks have."""
     try:
@@ -253,6 +246,8 @@ def _begin_for_all(
             answer = json.dumps([schedule.warmup_iters, schedule.ramp_iters, str(begun[1])])
     finally:
         store.set(_ANSWER, answer)
-    if begun is None:
-        _wait_for_readers(store, config.cluster.world_size - 1)  # the store may end with rank 0
+    if begun is None:  # srun's store ends with rank 0: wait until all others have read the answer
+        others, deadline_s = config.cluster.world_size - 1, time.monotonic() + _READERS_S
+        while store.add(_READERS, 0) < others and time.monotonic() < deadline_s:
+            time.sleep(0.05)
     return begun
