@@ -23,11 +23,12 @@ from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
+from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.simulate.gradients import uniform
+from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.transport import Transport
 
 THRESHOLDS = ("intra", "inter", "gather")
@@ -104,10 +105,9 @@ class RingRuns:
             n, gradient = self.transport.world_size, uniform(numel, density)
             grad_N = gradient.gradient(self.transport.rank).to(self.transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
-            layout = bucket.layout(sharded=True)
             # Not `self._buffers`: the next message would overwrite this one there.
-            spec, buffers = record_spec("fp32", step=0, record_format=format), MessageBuffers()
-            self._messages[key] = bucket, encode(bucket, layout, spec, buffers)
+            message = make_message(bucket, True, format, MessageBuffers(), StageTimer())
+            self._messages[key] = bucket, message
         return self._messages[key]
 
 

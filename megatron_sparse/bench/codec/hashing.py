@@ -140,17 +140,12 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     yield Task("decode_add", case.form, record_bytes + 2 * touched_bytes, wrong, decode_add)
 
 
-def _touched_rows(case: Case, num_rows: int) -> torch.Tensor:
-    """The indices of a fraction of all rows, drawn at random."""
-    generator = torch.Generator().manual_seed(num_rows)
-    count = max(round(num_rows * case.density), 1)
-    return torch.randperm(num_rows, generator=generator)[:count].sort().values.to(case.device)
-
-
 def _row_tasks(case: Case) -> Iterator[Task]:
     """Yields `encode` of a row-sparse record; its decoded rows must equal the encoded ones."""
     num_rows = max(case.numel // COLUMNS, 1)
-    index_K = _touched_rows(case, num_rows)
+    generator, count = torch.Generator().manual_seed(num_rows), round(num_rows * case.density)
+    drawn_K = torch.randperm(num_rows, generator=generator)[: max(count, 1)]
+    index_K = drawn_K.sort().values.to(case.device)
     rows_KD = _sparse(case, index_K.numel() * COLUMNS, 1.0).view(-1, COLUMNS)
     gradient = RowSparse(index_K, rows_KD, num_rows)
     whole = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
