@@ -18,32 +18,27 @@ from tests.megatron.train_ranks import train_ranks
 from tests.ranks import run_ranks
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
+OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0, "weight_decay": 0.1}
 LLAMA = {
+    **OPTIMIZER,
     "normalization": "RMSNorm",
     "swiglu": True,
     "rotary_base": 500000,
     "disable_bias_linear": True,
     "init_method_std": 0.0134,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "clip_grad": 1.0,
-    "weight_decay": 0.1,
 }
 FP8 = {"fp8_format": "hybrid", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 SCRIPTS = {
     "gpt3 175b": {
         **SIZES,
+        **OPTIMIZER,
         "max_position_embeddings": 64,
         "attention_backend": "auto",
         "micro_batch_size": 1,
         "global_batch_size": 8,
         "rampup_batch_size": [16, 16, 5859375],
         "train_iters": 5,
-        "weight_decay": 0.1,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
         "init_method_std": 0.006,
-        "clip_grad": 1.0,
         "fp16": True,
         "lr": 6e-5,
         "lr_decay_style": "cosine",
