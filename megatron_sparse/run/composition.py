@@ -54,7 +54,7 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 """What Hydra raises where files and overrides make no configuration."""
 _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
-_AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
+_AT_ROOT = ("preset", "experiment", "cluster", "model")
 _SETTING = re.compile(r"[~+]*(preset|compression|scheme|planner|straggler|experiment|plugin)\b")
 _FREE = re.compile(r"(megatron|cluster\.env)[.=]")
 _NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|\d[\d_]*(\.[\d_]*)?(e[+-]?\d+)?)", re.I)
@@ -95,30 +95,32 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _in_hydra_syntax(override: str) -> str:
-    """Adds to one override what Hydra needs and users omit; refuses options Hydra cannot check."""
-    if _FREE.match(override):  # a key that is in no schema, such as megatron.manual_gc=true
-        override = f"++{override}"
-    _check_names(override)
-    # Files of these groups have keys of several sections: Hydra has to put them at the root.
-    override = _AT_ROOT.sub(r"\1@_global_=", override)
-    return _scheme_override(override)
-
-
-def _check_names(override: str) -> None:
-    """Refuses an option's name that Hydra would read as null, a boolean or a number.
+    """Adds to one override what Hydra needs and users omit; refuses options Hydra cannot check.
 
     Raises:
         ConfigError: lists the options.
     """
+    if _FREE.match(override):  # a key that is in no schema, such as megatron.manual_gc=true
+        return f"++{override}"
     group, _, value = override.partition("=")
+    if group not in GROUPS:
+        return override
+    known = group_options(group)
     for name in value.split(","):
-        if group in GROUPS and _NO_NAME.fullmatch(name):
+        if _NO_NAME.fullmatch(name):
             raise ConfigError(
                 f"{group} has no option {name!r}",
-                expected=" | ".join(group_options(group)),
+                expected=" | ".join(known),
                 got=override,
                 remedy=f"choose one, or leave {group} out",
             )
+        # What is no word, as both parts of a sweep's `choice(a,b)`, is left to Hydra.
+        if group == SCHEME and re.fullmatch(r"\w+", name) and name not in known:
+            raise _unknown_option(f"{SCHEME}/{name}", known)
+    if group == SCHEME:  # Hydra has no file for a scheme
+        return f"{SCHEME}.name={value}"
+    # Files of these groups have keys of several sections: Hydra has to put them at the root.
+    return f"{group}@_global_={value}" if group in _AT_ROOT else override
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:
@@ -137,22 +139,6 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
 
 def _is_override(text: str) -> bool:
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
-
-
-def _scheme_override(text: str) -> str:
-    """Rewrites `scheme=NAME` to `scheme.name=NAME`: Hydra has no file for a scheme.
-
-    Other overrides are returned unchanged.
-    """
-    group, _, value = text.partition("=")
-    if group != SCHEME:
-        return text
-    known = group_options(SCHEME)
-    for name in value.split(","):
-        # What is no word, as both parts of a sweep's `choice(a,b)`, is left to Hydra.
-        if re.fullmatch(r"\w+", name) and name not in known:
-            raise _unknown_option(f"{SCHEME}/{name}", known)
-    return f"{SCHEME}.name={value}"
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
