@@ -68,11 +68,14 @@ def _declare(kind: type[Options], more: dict[str, Any]) -> None:
     """
 
     def action(sweep: Any, **given: Any) -> None:
-        """Calls the runner with the parsed options; `_exit` turns the result into an exit code."""
+        """Calls the runner with the parsed options, and exits."""
         if isinstance(sweep, StudyOptions):
             out, overrides = given.pop("output"), given.pop("overrides") or ()
             sweep = replace(sweep, out=out, overrides=overrides)
-        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(sweep, **given))
+        outcome = import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(sweep, **given)
+        # A bench of this process ends by its rows, one of several ranks by its exit code.
+        is_code = isinstance(outcome, int)
+        raise typer.Exit(outcome if is_code else int(any(row.bad for row in outcome)))
 
     # `add_command` turns a dataclass into one option a field.
     types = {"sweep": kind, **more, "json_path": JsonFile}
@@ -83,12 +86,6 @@ def _declare(kind: type[Options], more: dict[str, Any]) -> None:
     ]
     help = (kind.__doc__ or "").partition("\n")[0]
     add_command(bench, kind.NAME.removeprefix("bench "), help, action, Signature(parameters))
-
-
-def _exit(outcome: Any) -> None:
-    """Ends a bench of this process by its rows, one of several ranks by its exit code."""
-    is_code = isinstance(outcome, int)
-    raise typer.Exit(outcome if is_code else int(any(row.bad for row in outcome)))
 
 
 for _each in DECLARED:
