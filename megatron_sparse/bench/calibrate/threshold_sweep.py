@@ -131,7 +131,10 @@ def sweep_thresholds(
         for value in values:
             tried = found.copy()
             tried[index] = value
-            times_s.append((yield from runs.time_s(op, options_of(format, tried))))
+            named = zip(THRESHOLDS, tried, strict=True)
+            keys: dict[str, Any] = {f"ring_{name}_density": density for name, density in named}
+            ring = SchemeConfig(name="adaptive_ring", format=format, **keys)
+            times_s.append((yield from runs.time_s(op, ring)))
         found[index] = choose(values, times_s, found[index])
         points += [
             SweepPoint(format, threshold, value, time_s * 1e6, value == found[index])
@@ -158,11 +161,3 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
     limit_s = (1 + TIE) * min(times_s)
     good = [value for value, time_s in zip(values, times_s, strict=True) if time_s <= limit_s]
     return min(good, key=lambda value: abs(value - before))
-
-
-def options_of(format: str, thresholds: Sequence[float]) -> SchemeConfig:
-    """Returns the `scheme` section of an adaptive ring; thresholds in the order of `THRESHOLDS`."""
-    keys: dict[str, Any] = {
-        f"ring_{name}_density": value for name, value in zip(THRESHOLDS, thresholds, strict=True)
-    }
-    return SchemeConfig(name="adaptive_ring", format=format, **keys)
