@@ -79,7 +79,6 @@ def spec_of(value_dtype: int, form: str = "coo") -> RecordSpec:
 def rice_spec(
     value_dtype: int, log2_span: int = 12, *, without_indices: bool = False
 ) -> RecordSpec:
-    """The spec of a message of Rice records."""
     return RecordSpec(
         value_dtype, STEP, FORMAT_RICE, log2_span=log2_span, without_indices=without_indices
     )
@@ -135,7 +134,6 @@ class Case:
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket."""
         return self.grad_N.numel()
 
     def with_slots(self, capacity_S: torch.Tensor | None = None) -> Case:
@@ -236,7 +234,6 @@ class Ops:
         self.name, self._place, self._isa = name, place, isa
 
     def encode(self, case: Case) -> Made:
-        """As the oracle's."""
         grad, pruning, segments = self._put(case.grad_N), case.pruning, case.segments
         given_N = case.residual_N if pruning is None else pruning.residual_N
         rest = None if given_N is None else self._put(given_N, 3)
@@ -276,7 +273,6 @@ class Ops:
     def decode_(
         self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
     ) -> None:
-        """As the oracle's."""
         data = torch.tensor(list(message), dtype=torch.uint8)
         there = self._put(acc, 1)
         if self._place is None:  # a GPU wants messages aligned to 16 bytes

@@ -52,7 +52,6 @@ def put(message: bytes, at: int, value: int, width: int = 4, record: int = 0) ->
 
 
 def word(message: bytes, at: int, width: int = 4) -> int:
-    """The integer at a place."""
     return int.from_bytes(message[at : at + width], "little")
 
 

@@ -19,11 +19,9 @@ class FullyOverlapping(GradientModel):
         super().__init__(numel, 1, np.full(numel, density))
 
     def gradient(self, rank):
-        """See `GradientModel`."""
         return super().gradient(0)
 
     def sum_density(self, n):
-        """See `GradientModel`."""
         return self.density
 
 
@@ -31,7 +29,6 @@ class HardlyOverlapping(FullyOverlapping):
     """No two ranks share an element until all are taken: n ranks' sum is n times as dense."""
 
     def gradient(self, rank):
-        """See `GradientModel`."""
         each = max(round(self.density * self.numel), 1)
         order = np.random.default_rng(0).permutation(self.numel)
         grad = torch.zeros(self.numel)
@@ -39,5 +36,4 @@ class HardlyOverlapping(FullyOverlapping):
         return grad
 
     def sum_density(self, n):
-        """See `GradientModel`."""
         return min(n * self.density, 1.0)

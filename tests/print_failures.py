@@ -18,7 +18,6 @@ class Printer:
         self._writer = config.get_terminal_writer()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest after each phase of a test."""
         if report.failed:
             lines = [f"{report.nodeid} ({report.when})", *report.longreprtext.splitlines()]
             self._writer.line()
@@ -29,5 +28,4 @@ class Printer:
 
 @pytest.hookimpl(trylast=True)  # the writer is made by another plugin
 def pytest_configure(config: pytest.Config) -> None:
-    """Called by pytest."""
     config.pluginmanager.register(Printer(config))

@@ -34,19 +34,15 @@ class Kept(NullSink):
         self.stages: list[tuple[str, float]] = []
 
     def record_bucket(self, record: BucketRecord) -> None:
-        """See `RecordSink`."""
         self.buckets.append(record)
 
     def record_gather(self, record: GatherRecord) -> None:
-        """See `RecordSink`."""
         self.gathers.append(record)
 
     def record_readiness(self, record: ReadinessRecord) -> None:
-        """See `RecordSink`."""
         self.readiness.append(record)
 
     def record_stage(self, stage: str, seconds: float) -> None:
-        """See `RecordSink`."""
         self.stages.append((stage, seconds))
 
 
@@ -63,13 +59,11 @@ class Sink:
         self._breaks_at = breaks_at
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """See `ScalarSink`."""
         self.rows[step] = dict(scalars)
         if step == self._breaks_at:
             raise ConnectionError("gone")
 
     def close(self) -> None:
-        """See `ScalarSink`."""
         self.closed += 1
         if self._breaks_at is not None:
             raise ConnectionError("still gone")

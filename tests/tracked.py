@@ -8,7 +8,6 @@ from typing import Any
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file that has one on each line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -40,7 +39,6 @@ def wandb_records(run_dir: Path) -> Iterator[Any]:
 
 
 def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of history, in their order."""
     rows = []
     for record in wandb_records(run_dir):
         if record.WhichOneof("record_type") == "history":

@@ -87,11 +87,9 @@ class Changing(Forwarding):
         self._change = change
 
     def all_gather(self, gathered, own):
-        """See `Transport`."""
         return self._transport.all_gather(gathered, self._change(own, None))
 
     def exchange(self, sends, receives, tag):
-        """See `Transport`."""
         changed = [(peer, self._change(values, peer)) for peer, values in sends]
         return self._transport.exchange(changed, receives, tag)
 
@@ -128,13 +126,11 @@ def contribution(case: Case, rank: int) -> torch.Tensor:
 
 
 def make_bucket(case: Case, rank: int) -> Bucket:
-    """The bucket that a rank starts from."""
     grad = contribution(case, rank)
     return Bucket("b", grad, parameters(case.numel), case.op, case.n)
 
 
 def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message:
-    """The rank's encoded contribution."""
     form = SCHEMES[case.scheme].own_format or "coo"
     block_size, checksum = case.options.block_size, case.options.checksum
     spec = record_spec(case.wire, STEP, form, block_size, checksum=checksum)

@@ -34,7 +34,6 @@ class Fault:
 
 
 def kill_process() -> None:
-    """SIGKILL to oneself."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -70,23 +69,19 @@ class FaultyTransport(Forwarding):
         self.struck = False
 
     def all_reduce_(self, values):
-        """See `Transport`."""
         self._post()
         return self._transport.all_reduce_(values)
 
     def reduce_scatter(self, shard, values, *, average=False):
-        """See `Transport`."""
         self._post()
         return self._transport.reduce_scatter(shard, values, average=average)
 
     def all_gather(self, gathered, own):
-        """See `Transport`."""
         if self._post() and self._fault.kind == "size":
             own = self._spoil(own)
         return self._transport.all_gather(gathered, own)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int):
-        """See `Transport`."""
         concerns_somebody = any(values.numel() for _, values in [*sends, *receives])
         if concerns_somebody and self._post():
             sends = [(peer, self._spoil(values, peer)) for peer, values in sends]

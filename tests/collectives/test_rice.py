@@ -36,7 +36,6 @@ def ranks_of(
 
 
 def first_step(run):
-    """See `step_of`."""
     bucket = run.buckets[0]
     given = gradients(run.n, bucket.numel, 0)
     return step_of(run, 0, [grad_N.to(bucket.grad_N.dtype) for grad_N in given])

@@ -116,7 +116,6 @@ class _Parts:
         self.parts = [self.message(straggler, chunk) for chunk in self.chunks]
 
     def message(self, rank, chunk):
-        """Of a rank's own records."""
         return sum(self.messages[rank].segment_bytes[chunk.segments])
 
     def early_sum(self, chunk):
@@ -124,7 +123,6 @@ class _Parts:
         return self.oracle.sum(self.early_ranks, self.oracle.partial, part=chunk.segments)
 
     def transfer(self, sender, receiver, chunk):
-        """Of one transfer of the schedule."""
         if sender != self.straggler and receiver == self.straggler:
             return self.early[chunk]
         return self.parts[chunk]

@@ -37,7 +37,6 @@ class Rank:
         self.selector = Selector(config, self.residuals, rank, MessageBuffers())
 
     def bucket(self, gradient_N: torch.Tensor) -> Bucket:
-        """A bucket of a copy of the gradient."""
         return Bucket("b", gradient_N.clone(), self.pieces, CollectiveOp.ALL_REDUCE, 1)
 
     def send(self, gradient_N: torch.Tensor, step: int, **spec: Any) -> torch.Tensor:
@@ -53,7 +52,6 @@ class Rank:
         return selected_values(bucket, self.message, self.selector.buffers).clone()
 
     def send_whole(self, gradient_N: torch.Tensor, step: int) -> torch.Tensor:
-        """The values of a dense step."""
         bucket = self.bucket(gradient_N)
         return self.selector.take_whole(bucket, None, step=step, timer=StageTimer()).clone()
 

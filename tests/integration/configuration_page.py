@@ -34,7 +34,6 @@ The dataclasses' own texts, on the site.
 
 
 def page() -> str:
-    """The page."""
     of_plugin, of_run = described.sections(SparseConfig), described.sections(RunConfig)
     others = {name: section for name, section in of_run.items() if name not in of_plugin}
     return "\n".join(

@@ -33,7 +33,6 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def plant(checkout: Path, module: str, line: str) -> None:
-    """Adds a line at the end of a module of the copy."""
     with (checkout / module).open("a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")
 

@@ -42,7 +42,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel built from the copy."""
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, source)
     (found,) = folder.glob("*.whl")
@@ -51,7 +50,6 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel was installed into."""
     target = tmp_path_factory.mktemp("installed") / "target"
     pip("install", "--no-deps", "--target", target, wheel)
     return target

@@ -151,7 +151,6 @@ class ShardedSequenceNorm(torch.nn.Module):
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `torch.nn.LayerNorm`."""
         return self.norm(x)
 
 

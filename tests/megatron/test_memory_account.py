@@ -96,7 +96,6 @@ def _measure(layout: Layout, options: dict[str, Any]) -> SimpleNamespace:
 
 
 def _shape(bucket: Bucket) -> tuple[Any, ...]:
-    """Size, operation, names and cuts."""
     parameters = [(p.name, p.start, p.stop, p.keep) for p in bucket.parameters]
     return bucket.numel, str(bucket.op), parameters
 

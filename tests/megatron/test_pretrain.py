@@ -69,7 +69,6 @@ def train(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of one of a run's files, `NAME.jsonl`."""
     return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
 
 

@@ -32,7 +32,6 @@ def parser():
 
 
 def pairs(words: list[str]) -> dict[str, list[str]]:
-    """The values of each flag."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):

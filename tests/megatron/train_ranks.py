@@ -46,7 +46,6 @@ on_ranks = partial(ranks.on_ranks, before=cpu_mode.enable, imported=MEGATRON)
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The value of each rank, in rank order."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -72,7 +71,6 @@ class Records(Kept):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each stage."""
         found: dict[str, float] = {}
         for stage, seconds in self.stages:
             found[stage] = found.get(stage, 0.0) + seconds

@@ -29,7 +29,6 @@ def bf16(value: np.float32) -> int:
 
 
 def scale_value(scale: int) -> np.float32:
-    """The number that a scale's bits say."""
     return np.frombuffer(struct.pack("<I", scale << 16), "<f4")[0]
 
 

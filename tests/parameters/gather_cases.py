@@ -97,7 +97,6 @@ class Group:
         return torch.cat([self.own(rank).clone() for rank in range(len(self.values))])
 
     def gather(self, steps=None):
-        """One gather on every rank."""
         pending = [
             gather.start(0 if steps is None else steps[rank])
             for rank, gather in enumerate(self.gathers)
@@ -151,7 +150,6 @@ class LossyGroup(Group):
                     master.copy_(own)
 
     def advance(self):
-        """A step, and the gather that follows it."""
         self.move()
         self.gather()
 

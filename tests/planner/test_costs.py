@@ -104,7 +104,6 @@ KINDS = (
 
 
 def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
-    """Whether a scheme has messages of this kind."""
     entry, options = SCHEMES[scheme], SchemeConfig(capacity=kind.capacity)
     is_own = entry.own_format is not None or (
         kind.sum_bits is not None and scheme == "hierarchical"
@@ -114,7 +113,6 @@ def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
 
 
 def options_of(kind: Kind) -> SchemeConfig:
-    """`scheme` of the configuration."""
     return SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
 
 

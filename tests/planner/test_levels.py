@@ -105,7 +105,6 @@ class TestBestLevel:
     """Which of `rank` and `node` is predicted to be shorter."""
 
     def choice(self, cluster=CLUSTER, node_sizes=(8, 8)):
-        """The best level of three buckets on nodes of these sizes."""
         shapes = {a_shape(ranks=sum(node_sizes)): 3}
         return LevelPricing(cluster, OPTIONS, NAMES, node_sizes).best(shapes, 0.05)
 

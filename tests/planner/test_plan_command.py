@@ -14,7 +14,6 @@ FEW = ("--schemes", "direct,ssar_rd,agsparse")
 
 
 def run(*arguments):
-    """The exit code of a command."""
     return commands.run("plan", *map(str, arguments))
 
 

@@ -43,7 +43,6 @@ CLUSTER = ClusterModel(
 
 @pytest.fixture
 def path(tmp_path):
-    """A file that is right."""
     path = tmp_path / "lab.yaml"
     CLUSTER.save(path, "megatron-sparse calibrate\nsecond line")
     return path

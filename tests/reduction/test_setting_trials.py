@@ -64,7 +64,6 @@ class Run:
         return seen
 
     def plan(self):
-        """Of a bucket in the next step."""
         return self.planner.plan_for(a_bucket(), self.step)
 
 

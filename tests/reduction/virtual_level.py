@@ -99,7 +99,6 @@ class VirtualRanks:
         self.buckets = [Bucket("0", torch.zeros(numel, dtype=dtype), *shape) for _ in range(self.n)]
 
     def store(self, rank: int) -> ResidualStore:
-        """The residuals of a rank."""
         return self.reducers[rank].selector.residuals
 
     def residual(self, rank: int) -> torch.Tensor:
@@ -112,7 +111,6 @@ class VirtualRanks:
         return in_whole_bucket(part_M, self.reducers[rank].part(whole), whole)
 
     def bytes_between_nodes(self) -> list[int]:
-        """Bytes that each node has sent to others."""
         nodes = self.cluster.topology.nodes
         sent = [0] * (max(nodes) + 1)
         for (source, target), nbytes in self.cluster.link_bytes.items():

@@ -66,13 +66,11 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A run to damage."""
     return make_run(tmp_path / "run", "run")
 
 
 @pytest.fixture(scope="module")
 def two_runs(run, tmp_path_factory) -> str:
-    """The page of two runs."""
     folder = tmp_path_factory.mktemp("two")
     return report(folder, run, make_run(folder / "other", "other", density=0.05))
 
@@ -185,7 +183,6 @@ def test_a_line_marks_where_the_target_density_begins(run, tmp_path):
 
 
 def charts_of(*runs):
-    """Those of a page, by name."""
     rows = chain.from_iterable(section.charts for section in page.sections_of(runs))
     return {chart.name: chart for chart in chain.from_iterable(rows)}
 

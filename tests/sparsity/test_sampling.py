@@ -36,7 +36,6 @@ def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):
 def sample(
     gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, form="auto", wire="fp32"
 ):
-    """Every rank's result."""
     n = len(gradients)
 
     def start(transport):

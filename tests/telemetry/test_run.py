@@ -50,7 +50,6 @@ def iterate(telemetry, iteration, *, loss=None, buckets=2, **keywords):
 
 
 def ran(run_dir, iterations, **keywords):
-    """The summary of a run of these iterations."""
     telemetry = open_run(run_dir)
     for iteration in iterations:
         iterate(telemetry, iteration, **keywords)
