@@ -232,7 +232,6 @@ _KEYWORDS = {
 
 
 def _no_option(keyword: str) -> ConfigError:
-    """The error for a keyword that names no field."""
     known = sorted({*_KEYWORDS, *WHOLE_SECTIONS})
     meant = difflib.get_close_matches(keyword, known, 1)  # one name at most
     return ConfigError(

@@ -316,7 +316,6 @@ def prune_encode(
         message = _message(out, bucket, layout, [0] * keep_S.numel(), spec)
 
         def encode_later(segments: slice, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-            """See `Message`."""
             keep = keep_S[segments]
             some = Segments(offsets[segments.start :][: keep.numel() + 1], keep)
             return ops.prune_encode(grad_N, pruning, some, spec, out[at:])

@@ -197,7 +197,6 @@ def _real(value: object) -> float:
 
 
 def _wrong(field: str, expected: object, got: object) -> ProfileError:
-    """Makes the error for a field of a profile that has a wrong value."""
     return ProfileError(
         f"a sparsity profile is wrong in {field}",
         expected=expected,

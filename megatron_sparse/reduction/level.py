@@ -193,7 +193,6 @@ class _LevelWithParts(Level):
         return part
 
     def _new_part(self, bucket: Bucket) -> Bucket:
-        """Makes this rank's part of a bucket."""
         raise NotImplementedError
 
     def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:

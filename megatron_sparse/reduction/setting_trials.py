@@ -142,7 +142,6 @@ class SettingTrials:
             self._try_all()
 
     def _try(self, name: str) -> None:
-        """Begins the trial of a preset."""
         self._on_trial = name
         self._times_s.clear()
         self._apply(name, is_trial=True)

@@ -89,16 +89,14 @@ class _Measured:
         self._waits = waits
 
     def ready(self) -> bool:
-        """See `Work`."""
         return all(wait.done() for wait in self._waits)
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
         for wait in self._waits:
             wait.add_done_callback(lambda _: wake())
 
     def finish(self) -> None:
-        """See `Work`."""
+        """Nothing is left to do."""
 
 
 class StragglerPolicy:

@@ -73,8 +73,6 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
 
 
 def _loss(runs: Sequence[RunData]) -> Chart:
-    """The chart of each run's training loss."""
-
     def draw(axes: Axes) -> None:
         _lines(axes, runs, [run.iterations.loss for run in runs])
         axes.set_ylabel("loss")

@@ -260,7 +260,6 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
     same_scheme = [line for line in lines if line["scheme"] == scheme]
 
     def median_of(value: Callable[[dict[str, Any]], float]) -> float:
-        """The median of `value(line)` over the lines `same_scheme`."""
         return float(median(value(line) for line in same_scheme))
 
     numel = lines[-1]["numel"]

@@ -38,7 +38,6 @@ class _Call:
         self.queued: torch.cuda.Event | None = None  # recorded behind the call; None before
 
     def is_done(self) -> bool:
-        """Whether the device has done all work of the call."""
         return self.queued is not None and self.queued.query()
 
 
