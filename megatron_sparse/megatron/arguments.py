@@ -271,10 +271,9 @@ def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def owner(flag: str, value: object) -> str | None:
     """The key of ours that owns a flag of the `megatron:` section; None if no key does."""
-    name = flag.replace("-", "_")
-    if name == "data_path" and isinstance(value, list) and len(value) > 1:
+    if flag == "data_path" and isinstance(value, list) and len(value) > 1:
         return None  # a blend of datasets: the key `data.prefix` names only one
-    return OWNED_FLAGS.get(name)
+    return OWNED_FLAGS.get(flag)
 
 
 def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:

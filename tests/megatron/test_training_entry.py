@@ -74,9 +74,6 @@ class TestFlags:
         assert self.line(parser, {"overlap_grad_reduce": False}, overlap_grad_reduce=True) == {}
         assert self.line(parser, {"rope_fusion": True}, no_rope_fusion=True) == {}
 
-    def test_both_spellings_of_a_key(self, parser):
-        assert self.line(parser, {"num-layers": 3}) == {"--num-layers": ["3"]}
-
     @pytest.mark.parametrize(
         ("passed", "words"),
         [
