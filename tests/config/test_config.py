@@ -195,11 +195,6 @@ def test_a_section_refuses(section, values, words):
     assert words in refusal(section, **values)
 
 
-def test_one_source_of_data():
-    DataConfig(dir=None, prefix="b", vocab_size=100)
-    DataConfig(dir=None, mock=True, vocab_size=100)
-
-
 class TestRun:
     """Checks that involve several sections."""
 
