@@ -27,7 +27,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.sparse import TrackingConfig
-from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.errors import ConfigError, ProfileError, first_line
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.sparsity.sampling import selected_values
 
@@ -305,6 +305,6 @@ def _load(path: Path) -> torch.Tensor:
         raise ProfileError(
             f"{path} is no dumped gradient",
             expected=f"numel, values and indices, as version {VERSION} writes them",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             remedy="dump again",
         ) from None

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_sparse.errors import CommunicationError
+from megatron_sparse.errors import CommunicationError, first_line
 from megatron_sparse.transport.peer_links import PeerLinks
 
 SILENCE_FRACTION = 0.5
@@ -149,9 +149,7 @@ def announce_failure(error: BaseException) -> None:
     """Tells the peers in all groups of this process that it fails. Does not block; never raises."""
     links = _links  # a local name: another thread may set the global one to None
     if links is not None:
-        text = str(error)
-        why = text.splitlines()[0] if text else repr(error)
-        links.announce(f"has given up: {why}")
+        links.announce(f"has given up: {first_line(error)}")
 
 
 def _forget_in_child() -> None:
