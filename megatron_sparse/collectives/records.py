@@ -112,7 +112,6 @@ def reads_reports(collective: SparseCollective) -> SparseCollective:
 
     @wraps(collective)
     def checked(exchange: Exchange, message: Message) -> Steps:
-        """Runs the collective, then reads the reports; returns the bytes that it sent."""
         sent_bytes = yield from collective(exchange, message)
         if message.reports is not None:
             read = message.reports.begin_read()

@@ -228,7 +228,6 @@ class _Run:
         gathered: dict[int, RowSparse] = {}
 
         def arrived(sender: int, record: torch.Tensor) -> None:
-            """Decodes the rows of one rank."""
             gathered[sender] = parts[sender].decode(record, sender)
 
         yield from pairwise_all_gather(sent, room, sizes, self.group, arrived)

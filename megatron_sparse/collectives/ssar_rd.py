@@ -107,7 +107,6 @@ def cost(run: DryRun) -> None:
     run.agree()
 
     def density_of(count_n: np.ndarray) -> np.ndarray:
-        """The densities of sums of `count_n` messages."""
         return np.asarray(each(lambda count: run.densities.whole(round(count)), count_n))
 
     def pass_records(target_n: np.ndarray, nbytes_n: PerRank) -> None:

@@ -63,7 +63,6 @@ def predicted_bytes(
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
 
     def message_bytes(density: float, bits: int | None, form: str) -> float:
-        """Bytes of a message of the whole bucket."""
         bytes_of_kept = element_bytes if bits is None else KEPT_BYTES
         bytes_of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
         return kept * bytes_of_kept + pruned * bytes_of_pruned

@@ -223,7 +223,6 @@ class ProcessGroupTransport:
                 received[-CANARY.numel() :] = CANARY
 
         def post() -> list[dist.Work | None]:
-            """Posts all messages to gloo; returns their works."""
             # Receives first: a message that arrives before its receive is posted has to wait.
             posted = [
                 dist.irecv(received, group=self.group, group_src=peer, tag=tag)
