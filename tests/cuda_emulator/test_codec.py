@@ -270,13 +270,6 @@ def test_capacity_of_rice(device: Ops, value_dtype: int, special: bool) -> None:
     check(case.with_slots(), device)
 
 
-def test_encode_and_decode_in_slots(device: Ops) -> None:
-    for code, form in enumerate(("coo", "linear")):
-        values_N = gradient(NUMEL, 0.05, cases.DTYPES[code], code)
-        case = Case(values_N, SEGMENTS, spec_of(code, form)).with_slots(torch.full((6,), 400))
-        check(case, device)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=str)
 def test_more_segments_than_threads(
     emulated_gpu: EmulatedDevice, emulator: Emulator, schedule: tuple[int, int, int]
