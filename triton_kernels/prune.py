@@ -97,27 +97,19 @@ def _signed(word: int) -> int:
 
 
 @triton.jit
-def _hash_bits(a, b, low_B):
-    """32 random bits for the lower 32 bits of each index; `a` and `b` are the seed's two words.
+def _random_bits(seed_a, seed_b, high, low_B):
+    """32 random bits for each element; `high` and `low_B` are the halves of the elements' indices.
 
     `cuda_ext/csrc/counter_hash.h` defines this hash, its shifts and its factors.
     """
-    x = low_B ^ a
+    x = low_B ^ (seed_a.to(tl.uint32, bitcast=True) ^ high * 0x85EBCA6B)
     x ^= x >> 16
     x *= 0x21F0AAAD
     x ^= x >> 15
-    x += b
+    x += seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
     x *= 0xD35A2D97
     x ^= x >> 15
     return x
-
-
-@triton.jit
-def _random_bits(seed_a, seed_b, high, low_B):
-    """The counter hash of elements; `high` and `low_B` are the halves of their indices."""
-    a = seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
-    b = seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
-    return _hash_bits(a, b, low_B)
 
 
 @triton.jit
