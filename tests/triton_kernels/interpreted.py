@@ -16,39 +16,27 @@ def main() -> None:
     # Nothing, less than a block, and two blocks of which one is partial.
     sizes, pruned = (0, 17, triton_prune.BLOCK + 1), 0
     types = list(itertools.product(cases.DTYPES, cases.RESIDUAL_DTYPES))
-    for (dtype, residual_dtype), wire, numel in itertools.product(types, range(3), sizes):
-        for kind, leak, key in (("spread", 0.9, 7), ("special", 1.0, -1)):
-            check_prune(numel, kind, dtype, residual_dtype, wire, leak, key)
-            pruned += 1
+    kinds = (("spread", 0.9, 7), ("special", 1.0, -1))
+    for case in itertools.product(types, range(3), sizes, kinds):
+        (dtype, residual_dtype), wire, numel, (kind, leak, key) = case
+        # Unaligned views, with an empty range and borders inside a block.
+        grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
+        residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+        offsets = cases.cut(numel, 4, seed=numel)
+        offsets[2] = offsets[1]
+        thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
+        grad[1::3], residual[1::3] = -2.5, -2.5
+        grad[2::11], residual[2::11] = 0, 1e-3  # ties where the residual is fp32
+        chances = None if wire == 1 else torch.tensor([1.0, 0.4, 0.5, 0.6])
+        pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
+        expected = prune_oracle.prune(grad, pruning, wire)
+        limits = (thresholds, chances)
+        nnz = triton_prune.prune_(grad, residual, offsets, limits, leak, wire, key)
+        cases.assert_same_bits(grad, expected[0], f"{case}: grad")
+        cases.assert_same_bits(residual, expected[1], f"{case}: residual")
+        assert torch.equal(nnz, expected[2]), case
+        pruned += 1
     print(f"{pruned} prunings are equal")
-
-
-def check_prune(
-    numel: int,
-    kind: str,
-    dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-    wire: int,
-    leak: float,
-    key: int,
-) -> None:
-    """One call on unaligned views, with an empty range and borders inside a block."""
-    grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
-    residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
-    offsets = cases.cut(numel, 4, seed=numel)
-    offsets[2] = offsets[1]
-    thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
-    grad[1::3], residual[1::3] = -2.5, -2.5
-    grad[2::11], residual[2::11] = 0, 1e-3  # ties where the residual is fp32
-    chances = None if wire == 1 else torch.tensor([1.0, 0.4, 0.5, 0.6])
-    pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
-    expected = prune_oracle.prune(grad, pruning, wire)
-    limits = (thresholds, chances)
-    nnz = triton_prune.prune_(grad, residual, offsets, limits, leak, wire, key)
-    what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
-    cases.assert_same_bits(grad, expected[0], f"{what}: grad")
-    cases.assert_same_bits(residual, expected[1], f"{what}: residual")
-    assert torch.equal(nnz, expected[2]), what
 
 
 if __name__ == "__main__":

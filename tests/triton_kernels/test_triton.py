@@ -1,7 +1,6 @@
 """Triton's kernel without a GPU: right in the interpreter, and compiled for GPUs."""
 
 import sys
-from typing import Any
 
 import pytest
 
@@ -18,29 +17,6 @@ from megatron_sparse.triton_kernels import prune
 ARCHS = (80, 90, 100)
 RAW = {0: "*i32", 1: "*i16", 2: "*i16"}
 """Signatures of pointers to raw values, by dtype code."""
-
-
-def compiled_ptx(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], arch: int
-) -> str:
-    """The PTX of a kernel, compiled to machine code for an architecture.
-
-    Pointers are taken as aligned to 16 bytes. Fails if denormals are flushed or registers spill.
-    `signature`: types of its arguments, without the constants.
-    """
-    pointers = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
-    source = ASTSource(
-        kernel,
-        signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
-    assert len(compiled.asm["cubin"]) > 0
-    ptx = compiled.asm["ptx"]
-    assert ".ftz" not in ptx, "denormals must not be flushed"
-    assert ".local" not in ptx, "registers spill to local memory"
-    return ptx
 
 
 def test_equals_the_oracle_in_the_interpreter() -> None:
@@ -71,6 +47,7 @@ CASES = [
     ],
 )
 def test_pruning_compiles(grad, residual, wire, stochastic, numel_type, arch):
+    """To machine code, with pointers that are aligned to 16 bytes."""
     cut, fixed_below, limit = prune._GRIDS[frozenset({grad, wire}) - {0}]
     constants = {
         "GRAD": grad,
@@ -99,7 +76,18 @@ def test_pruning_compiles(grad, residual, wire, stochastic, numel_type, arch):
         "tie_seed_a": "i32",
         "tie_seed_b": "i32",
     }
-    ptx = compiled_ptx(prune._prune_kernel, signature, constants, arch)
+    pointers = [place for place, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        prune._prune_kernel,
+        signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+    assert len(compiled.asm["cubin"]) > 0
+    ptx = compiled.asm["ptx"]
+    assert ".ftz" not in ptx, "denormals must not be flushed"
+    assert ".local" not in ptx, "registers spill to local memory"
     # Offsets of elements are 64 bits wide.
     assert "ld.global" in ptx
     assert ".v4.b32" in ptx or ".v2.b32" in ptx, "loads are not vectorised"
