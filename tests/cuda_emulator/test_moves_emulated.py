@@ -14,9 +14,10 @@ from megatron_sparse.reference.moves import RANS_CHUNK
 from megatron_sparse.wire import MOVES_CODERS
 from tests.cuda_emulator.device import Place
 from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
-from tests.formats.moves_cases import EPOCH, adam_like, mixed, record_as, refusal, repaired
+from tests.formats.moves_cases import EPOCH, adam_like, mixed, record_as, repaired
 from tests.formats.test_moves import (  # noqa: F401 - the tests run here too, with this `place`
     check,
+    refused,
     test_a_damaged_field_is_named,
     test_a_record_at_any_address,
     test_a_record_that_is_not_meant_is_refused,
@@ -39,19 +40,13 @@ def test_schedules_do_not_change_the_bytes(emulated_gpu, emulator: Emulator, ord
     check(emulated_gpu.place, *mixed(RANS_CHUNK + 100, torch.float16))
 
 
-def same_refusal(place: Place, record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str:
-    wanted = refusal(record, held, epoch)
-    assert refusal(place(record), place(held), epoch) == wanted
-    return wanted
-
-
 @pytest.mark.parametrize("coder", MOVES_CODERS)
 def test_a_wrong_checksum_has_the_cpus_error(place: Place, coder: str) -> None:
     record, old = record_as(coder, 300)
     for at in (48, -1):
         damaged = record.clone()
         damaged[at] ^= 0x41
-        assert "payload checksum" in same_refusal(place, damaged, old)
+        refused(place, damaged, old, "payload checksum")
 
 
 def test_the_first_damaged_chunk_is_named(place: Place) -> None:
@@ -65,7 +60,7 @@ def test_the_first_damaged_chunk_is_named(place: Place) -> None:
     for chunk in (1, 2):
         at = data + 16 * offsets[chunk] + 200
         record[at : at + 40] = bytes(255 - byte for byte in record[at : at + 40])
-    assert "damage at 1" in same_refusal(place, repaired(record), old)
+    assert "damage at 1" in refused(place, repaired(record), old, "chunk")
 
 
 def test_tensors_of_two_devices_are_refused(place: Place) -> None:

@@ -200,10 +200,11 @@ def entropy_bits(symbols):
 
 
 def refused(place, record, held, field, epoch=EPOCH):
-    """With the error of the CPU, which names this field."""
+    """With the error of the CPU, which names this field; returns its text."""
     text = refusal(record, held, epoch)
     assert f"field {field} is wrong" in text
     assert refusal(place(record), place(held), epoch) == text
+    return text
 
 
 @coders
