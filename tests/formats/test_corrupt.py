@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
@@ -209,10 +207,3 @@ def test_indices_must_ascend_across_the_chunks_of_threads():
     bad = put(good, at, word(good, at - 4))
     for codec in CPU:
         assert refusal(codec, bad, case.expected())[1] == "indices"
-
-
-@given(st.binary(max_size=300))
-@example(b"")
-@settings(max_examples=100)
-def test_random_bytes(data):
-    assert refused(data, TWO, BASE) is not None
