@@ -16,11 +16,6 @@ from megatron_sparse.errors import DependencyError
 
 MIN_TORCH = (2, 11)
 
-_CUDA_REMEDY = (
-    "install nvcc (pip install 'megatron-sparse[cuda]', or NVIDIA's toolkit) and name its folder "
-    "in CUDA_HOME if it is in none of the usual places"
-)
-
 
 @dataclass(frozen=True)
 class CudaToolkit:
@@ -107,5 +102,6 @@ def find_cuda() -> CudaToolkit:
         "there is no nvcc",
         expected="nvcc, cuda_runtime.h and libcudart_static.a",
         got="not in CUDA_HOME, on PATH, in /usr/local/cuda or in the PyPI packages",
-        remedy=_CUDA_REMEDY,
+        remedy="install nvcc (pip install 'megatron-sparse[cuda]', or NVIDIA's toolkit) and name "
+        "its folder in CUDA_HOME if it is in none of the usual places",
     )
