@@ -67,11 +67,8 @@ def status() -> dict[str, dict[str, object]]:
 def compiles_first(*parts: str) -> str:
     """A sentence that names the libraries to be compiled on first use; builds and loads nothing.
 
-    Args:
-        parts: "cpu", "cuda" or both.
-
-    Returns:
-        Empty if none need be compiled. One that lacks a compiler is left out: `build` reports it.
+    `parts` are "cpu", "cuda" or both. The sentence is empty if none need be compiled. One that
+    lacks a compiler is left out: `build` reports it.
     """
     from megatron_sparse.cuda_ext import sources, toolchain
     from megatron_sparse.errors import DependencyError

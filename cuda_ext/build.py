@@ -255,12 +255,8 @@ def locked(out: Path) -> Iterator[None]:
 def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> list[str]:
     """Runs the compilers, as many at a time as there are cores and memory for.
 
-    Args:
-        jobs: of each the compiler's command, without `-o`, and the object file to make.
-        verbose: print every command.
-
-    Returns:
-        What each compiler printed, in the order of the jobs.
+    A job is the compiler's command, without `-o`, and the object file to make. Returns what each
+    compiler printed, in the order of the jobs.
 
     Raises:
         ExtensionError: a compiler failed; jobs that have not begun are cancelled.

@@ -103,16 +103,10 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
 def check_slots[T: (torch.Tensor, None)](
     op: str, slots_S: torch.Tensor | None, segments: int, out: T
 ) -> T:
-    """Checks the slots of records, as the CPU ops do; CUDA kernels rely on them.
+    """Checks the slots of records (`Segments`), as the CPU ops do; CUDA kernels rely on them.
 
-    Args:
-        op: names the call in errors.
-        slots_S: bytes at which records begin and the last one's slot ends; None: back to back.
-        segments: how many segments there are.
-        out: the message's buffer, or None to check the slots alone.
-
-    Returns:
-        `out` cut to the bytes that the slots take; without slots, all of `out`.
+    Returns `out`, the message's buffer, cut to the bytes that the slots take; without slots, all of
+    it. None checks the slots alone.
     """
     if slots_S is None:
         return out
@@ -146,13 +140,7 @@ def check_capacity(
     """Refuses a buffer or slots without room for the largest records that an encoder may write.
 
     Called before a CUDA encoder, which changes the residual before it knows the records' sizes.
-
-    Args:
-        op: names the call in errors.
-        segments: the pieces, with or without slots.
-        spec: the format of the records.
-        out: the message's buffer.
-        capacity_S: the most non-zero elements of each segment; None if all may be non-zero.
+    `capacity_S`: the most non-zero elements of each segment; None if all may be non-zero.
     """
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE

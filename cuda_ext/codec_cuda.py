@@ -44,18 +44,10 @@ def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) ->
 def check_status(
     status: torch.Tensor, segment_offsets: torch.Tensor, base: int, acc_numel: int
 ) -> None:
-    """Raises the error about the caller's arguments in a decoder's status, if any.
+    """Raises an `ExtensionError` if a decoder's status, on the CPU, is about the call's arguments.
 
-    Errors of the message itself are left to `decode_ops.refuse_message`.
-
-    Args:
-        status: on the CPU; its first word is the error code.
-        segment_offsets: elements of the bucket at which segments begin and the last one ends.
-        base: the bucket's element that is element 0 of the accumulator.
-        acc_numel: the accumulator's length.
-
-    Raises:
-        ExtensionError: the segments do not lie in the accumulator, which is untouched.
+    Then the segments do not lie in the accumulator, which is untouched. Errors of the message
+    itself are left to `decode_ops.refuse_message`.
     """
     if int(status[0]) == _OUTSIDE:
         expected, got = f"ascending offsets from {base} to {base + acc_numel}", segment_offsets[:8]

@@ -148,15 +148,9 @@ def _check_status(acc_M: torch.Tensor, base: int, expected: Expected, status: to
 
 
 def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -> None:
-    """Raises the error that the decoder's status reports for a message, if any.
+    """Raises the `WireFormatError` of a decoder's status, if any; it names rank and field.
 
-    Args:
-        status: on the CPU: error code (0: none), segment, number of the wrong field, its value.
-        wanted: the header values that the message should have.
-        has_slots: whether its records lie in slots (`Segments`).
-
-    Raises:
-        WireFormatError: names the rank and the field.
+    `status` is on the CPU: error code (0: none), segment, number of the wrong field, its value.
     """
     code, segment, field, value = status.tolist()
     if code == 0:

@@ -33,13 +33,10 @@ class Reports:
         self._statuses: list[torch.Tensor] = []
 
     def add(self, words: torch.Tensor, check: Check, *, is_status: bool = True) -> None:
-        """Adds the report of a call.
+        """Adds the report of a call, int64 words; `read` checks them, in the order of the calls.
 
-        Args:
-            words: int64; the first word of a status is an error code, 0 for none.
-            check: called with the words on the CPU by `read`, in the order of the calls; raises
-                the error.
-            is_status: whether the words begin with a status; else they are results, such as counts.
+        `is_status`: the first word is an error code, 0 for none; else the words are results, such
+        as counts.
         """
         self._calls.append((words, check))
         if is_status:
@@ -49,9 +46,7 @@ class Reports:
         """Makes records invalid if any call so far has failed, so that receivers refuse them.
 
         Sets their first byte to 0, with which no valid record begins, without waiting on the CPU.
-
-        Args:
-            records: uint8, on the calls' device. Mutated.
+        They are uint8, on the calls' device.
         """
         if self._statuses and records.numel():
             # Times 1 if all error codes are 0, else times 0.
@@ -82,14 +77,10 @@ class Reports:
 
 
 class HostCopy:
-    """An asynchronous copy of reports to the CPU; a `Work`, which can be awaited.
-
-    Args:
-        calls: of each call its words, and the function that checks them on the CPU.
-    """
+    """An asynchronous copy of reports to the CPU; a `Work`, which can be awaited."""
 
     def __init__(self, calls: list[tuple[torch.Tensor, Check]]) -> None:
-        """Starts the copy; on CUDA event `_copied` marks its end."""
+        """Starts the copy of each call's words; on CUDA event `_copied` marks its end."""
         self._calls = calls
         self._copied: torch.cuda.Event | None = None
         self._words = torch.empty(0, dtype=torch.int64)

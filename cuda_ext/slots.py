@@ -58,13 +58,9 @@ class Slots:
     ) -> Slots:
         """Computes the slots, back to back, of records of at most `capacity_S` non-zero elements.
 
-        Recent results are cached, because a bucket asks for the same slots in each step.
-
-        Args:
-            segment_offsets: S+1 offsets.
-            segment_dense: uint8, 1 for segments that are always dense.
-            capacity_S: int64; clamped to the segments' elements.
-            spec: how the records are written; not in blocks.
+        Recent results are cached, because a bucket asks for the same slots in each step. Offsets
+        and flags are those of `Segments`; capacities are clamped to the segments' elements. `spec`
+        is not of blocks.
 
         Example:
             >>> cut, no = torch.tensor([0, 100, 108]), torch.zeros(2, dtype=torch.uint8)
