@@ -15,7 +15,7 @@
 // two then exceed Theorem 2's bound more often than random mappings; with four, chi-squared over
 // partitions is theirs.
 //
-// megatron_sparse/reference/hash_partition.py repeats it.
+// tests/oracles/hash_partition.py repeats it.
 #pragma once
 
 #include <cstdint>

@@ -35,6 +35,12 @@ MS_INLINE uint32_t lanes_at_least(VectorLanes::U a, VectorLanes::U b) {
 #endif
 }
 
+// Of the numbers from `at` on, those that lie before `numel`.
+MS_INLINE uint32_t lanes_before(int64_t at, int64_t numel) {
+  const int64_t left = numel - at;
+  return left >= MS_WIDTH ? kAllLanes : left <= 0 ? 0 : (uint32_t{1} << left) - 1;
+}
+
 MS_INLINE bool any_lane(VectorLanes::U u) {
   return lanes_with(u, ~0u) != 0;
 }
@@ -139,13 +145,9 @@ uint16_t* rans_encode(const void* old, const void* now, const uint32_t* down, in
       bits[v] = all.raw_bits;
       raw[v] = all.raw;
       any |= bits[v];
+      // Lanes without a number: a symbol that is certain leaves the state as it is.
       if (begin + kStates > numel) {
-        // Lanes without a number: a symbol that is certain leaves the state as it is.
-        const int64_t left = numel - at;
-        const uint32_t lanes = left >= MS_WIDTH ? kAllLanes
-                               : left <= 0      ? 0
-                                                : (uint32_t{1} << left) - 1;
-        entry[v] = blend(lanes, entry[v], U{} + encoder_entry(0, kScale));
+        entry[v] = blend(lanes_before(at, numel), entry[v], U{} + encoder_entry(0, kScale));
       }
     }
     if (any_lane(any)) {
@@ -197,11 +199,8 @@ MS_INLINE const uint16_t* decode_step(const void* old, const uint32_t* down, int
     const U slot = state[v] & (kScale - 1);
     U entry = gather(table, (context_of<D>(was[v], base) << kScaleBits) + slot);
     if constexpr (!WHOLE) {
-      const int64_t left = numel - at;
-      const uint32_t lanes = left >= MS_WIDTH ? kAllLanes
-                             : left <= 0      ? 0
-                                              : (uint32_t{1} << left) - 1;
-      entry = blend(lanes, entry, slot << 19 | (kScale - 1) << 7);  // leaves the state as it is
+      const U still = slot << 19 | (kScale - 1) << 7;  // leaves the state as it is
+      entry = blend(lanes_before(at, numel), entry, still);
     }
     z[v] = entry & 127u;
     const U frequency = (entry >> 7 & (kScale - 1)) + 1u;
