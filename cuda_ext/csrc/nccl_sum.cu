@@ -38,12 +38,9 @@ int64_t encoder_report_words(const NcclShard& shard) {
   return kStatusWords + 2 * shard.segment_count;
 }
 
+// A decoder's workspace is a multiple of what a Carver cuts.
 int64_t adder_bytes(const NcclSum& sum) {
-  Carver memory(nullptr);
-  for (int rank = 0; rank < sum.world; ++rank) {
-    memory.take<uint8_t>(decode_workspace_bytes(own_shard(sum).segment_count));
-  }
-  return memory.used();
+  return sum.world * decode_workspace_bytes(own_shard(sum).segment_count);
 }
 
 // Its workspace lies behind that of adding: both begin in one launch.
@@ -199,11 +196,11 @@ int64_t nccl_sum_report_words(const NcclSum& sum) {
 
 int64_t nccl_sum_workspace_bytes(const NcclSum& sum) {
   if (!sum.gathers) return adder_bytes(sum);
-  Carver sums(nullptr);
+  int64_t placing = 0;
   for (int rank = 0; rank < sum.world; ++rank) {
-    sums.take<uint8_t>(decode_workspace_bytes(shard_of(sum, rank).segment_count));
+    placing += decode_workspace_bytes(shard_of(sum, rank).segment_count);
   }
-  return std::max(adder_bytes(sum) + encode_workspace_bytes(encoder_of(sum)), sums.used());
+  return std::max(adder_bytes(sum) + encode_workspace_bytes(encoder_of(sum)), placing);
 }
 
 int launch_nccl_sparse_sum(const NcclSum& sum, void* stream) {
