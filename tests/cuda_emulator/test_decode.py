@@ -63,11 +63,11 @@ def bytes_of(message: bytes) -> torch.Tensor:
     return torch.tensor(list(message), dtype=torch.uint8)
 
 
-def case_of(name: str, density: float, seed: int, segments=SEGMENTS) -> Case:
+def case_of(name: str, density: float, seed: int) -> Case:
     values_N = cases.scattered_grad(NUMEL, density, torch.float32, seed)
     if name in RICE_IDS:  # NaN somewhere, not in every group
         values_N[4098:] = values_N[4098:].nan_to_num(1, 2, -2)
-    return Case(values_N, segments, SPECS[name], what=seed)
+    return Case(values_N, SEGMENTS, SPECS[name], what=seed)
 
 
 def status_of(
@@ -180,8 +180,7 @@ def test_blocks_of_any_size(place: Place, block_size: int) -> None:
     values_N[[0, 3, 4095, 12_300, 14_000]] = torch.arange(1.0, 6.0)
     if block_size < 4096:
         values_N[[4096, 4999, 8191]] = 7
-    spec = spec_of(0, "blocks64")
-    spec = type(spec)(0, STEP, spec.record_format, block_size=block_size)
+    spec = replace(spec_of(0, "blocks64"), block_size=block_size)
     case = Case(values_N, segments_of([0, 14_001]), spec)
     made = ORACLE.encode(case)
     assert made.bytes[5] == spec.record_format
@@ -191,26 +190,20 @@ def test_blocks_of_any_size(place: Place, block_size: int) -> None:
     assert torch.equal(acc.cpu(), 2 * values_N)
 
 
-def clustered(numel: int) -> torch.Tensor:
-    """A chunk's entries far from even: runs that fill tiles, gaps of tiles, a single last one."""
-    values_N = torch.zeros(numel)
-    values_N[5000:9500] = torch.randn(4500, generator=torch.Generator().manual_seed(1))
-    values_N[21_000:21_040] = 1.5
-    values_N[40_000::997] = -2.5
-    values_N[-1] = 3.0
-    return values_N
-
-
 @pytest.mark.parametrize("schedule", [IN_ORDER, REVERSED, RANDOM])
 @pytest.mark.parametrize("log2_span", [12, 14, 16, 24])
 @pytest.mark.parametrize("value_dtype", [0, 2, 4, 6])
 def test_long_chunks_and_clusters(
     emulated_gpu, emulator: Emulator, value_dtype: int, log2_span: int, schedule: int
 ) -> None:
-    """Tiles without entries, before all entries and behind them."""
+    """Runs that fill tiles; gaps of tiles, before and behind all entries; a single last entry."""
     emulator.schedule(schedule, log2_span, multiprocessors=2)
-    spec = rice_spec(value_dtype, log2_span)
-    case = Case(clustered(70_001), segments_of([0, 70_001]), spec)
+    values_N = torch.zeros(70_001)
+    values_N[5000:9500] = torch.randn(4500, generator=torch.Generator().manual_seed(1))
+    values_N[21_000:21_040] = 1.5
+    values_N[40_000::997] = -2.5
+    values_N[-1] = 3.0
+    case = Case(values_N, segments_of([0, 70_001]), rice_spec(value_dtype, log2_span))
     check_sums(case, CPU[-1].encode(case), Ops("CUDA", to_gpu))
 
 

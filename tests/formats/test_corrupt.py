@@ -30,7 +30,6 @@ from tests.codec import (
 )
 from tests.cuda_ext import cases
 from tests.damage import OFFSET_AT, RICE_FORMS, RICE_IDS, WORDS, Damage, put, sealed, word
-from tests.headers import read_headers
 
 PLAIN = ("coo", "linear", "paper", "blocks64")
 rice_forms = pytest.mark.parametrize("form", RICE_FORMS, ids=RICE_IDS)
@@ -153,31 +152,20 @@ def test_every_flipped_bit_up_to_the_unary_part_of_the_first_chunk(value_dtype):
             assert found is not None, place
 
 
-BASE = 1000
-TWO = Expected(torch.tensor([BASE, BASE + 400, BASE + 410]), 0, STEP, RANK)
-"""A COO segment of 400 elements and a dense one of 10, far into a bucket."""
-
-
-def two_records() -> bytes:
+@pytest.mark.parametrize(("segment", "numel"), [(0, 400), (1, 10)])
+def test_each_header_field_is_checked(segment, numel):
+    """Of a COO segment of 400 elements and a dense one of 10, far into a bucket."""
+    base = 1000
+    two = Expected(torch.tensor([base, base + 400, base + 410]), 0, STEP, RANK)
     grad_N = cases.pruned_grad(410, 0.05, torch.float32)
     grad_N[400:] = 1
     case = Case(grad_N, segments_of([0, 400, 410], [0, 1]), spec_of(0))
     first, second = ORACLE.encode(case).records
-    return put(first, OFFSET_AT, BASE, 8) + put(second, OFFSET_AT, BASE + 400, 8)
-
-
-def second_of(message: bytes) -> int:
-    """Where the second record begins."""
-    return HEADER_BYTES + read_headers(message, RANK)[0].payload_bytes
-
-
-@pytest.mark.parametrize(("segment", "numel"), [(0, 400), (1, 10)])
-def test_each_header_field_is_checked(segment, numel):
-    good = two_records()
-    assert refused(good, TWO, BASE) is None
-    for found in damage.headers(good, numel, segment * second_of(good)):
-        assert refused(found.message, TWO, BASE) is not None, found.what
-        assert refusal(CPU[0], found.message, TWO, BASE)[1] in found.fields, found.what
+    good = put(first, OFFSET_AT, base, 8) + put(second, OFFSET_AT, base + 400, 8)
+    assert refused(good, two, base) is None
+    for found in damage.headers(good, numel, segment * len(first)):
+        assert refused(found.message, two, base) is not None, found.what
+        assert refusal(CPU[0], found.message, two, base)[1] in found.fields, found.what
 
 
 @pytest.mark.parametrize("problem", ["long", "short", "beyond its slot", "in another's slot"])

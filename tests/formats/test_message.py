@@ -49,10 +49,6 @@ from tests.cuda_ext import cases
 from tests.headers import read_headers
 
 
-def formats_of(message: bytes) -> list[tuple[int, int]]:
-    return [(header.format, header.flags) for header in read_headers(message, rank=0)]
-
-
 def test_the_smallest_is_chosen_in_each_segment():
     # 40,960 elements are ten tiles: Pici takes 5120 + 48 bytes and the values, COO 4 an entry.
     numel = 40_960
@@ -60,8 +56,9 @@ def test_the_smallest_is_chosen_in_each_segment():
     for segment, nnz in enumerate((0, 1291, 1292, 1293, numel - 1291)):
         grad[segment * numel : segment * numel + nnz] = 1
     case = Case(grad, segments_of(torch.arange(6) * numel), spec_of(0, "adaptive"))
+    headers = read_headers(CPU[-1].encode(case).bytes, rank=0)
     # 4 * 1292 bytes of indices are as many as Pici's bitmap and prefix sums: COO wins the tie.
-    assert formats_of(CPU[-1].encode(case).bytes) == [
+    assert [(header.format, header.flags) for header in headers] == [
         (FORMAT_COO, 0),
         (FORMAT_COO, 0),
         (FORMAT_COO, 0),
