@@ -30,8 +30,7 @@ enum class MovesCheck : unsigned {
   kChecksum = 9 << 4 | kFieldChecksum,
 };
 
-// A fault as one number, the earlier the larger, so that zeroed memory means
-// none.
+// A fault as one number, the earlier the larger, so that zeroed memory means none.
 using MovesFaultKey = unsigned long long;
 inline constexpr int kWhereBits = 40;
 
@@ -170,8 +169,7 @@ __device__ __forceinline__ void read_context(const MovesSections& s, int context
   if (lane == 0) shared.stored = right ? stored : -1;
 }
 
-// Checks the contexts and makes the decoder's table of each; called by a whole
-// block.
+// Checks the contexts and makes the decoder's table of each; called by a whole block.
 __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
                                             const MovesDecodeWork& work, const MovesSections& s,
                                             ContextTable& shared) {

@@ -1,11 +1,9 @@
-// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each
-// lane.
+// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each lane.
 //
-// Words come through a ring in shared memory, which is filled ahead of them.
-// There the tables are, too: a look-up in memory would take a cycle for each
-// line that the lanes touch. Of a short shard blocks have few warps, so that
-// all multiprocessors have some. Bytes of device memory: a number read and
-// written an element, and the record read.
+// Words come through a ring in shared memory, which is filled ahead of them. There the tables are,
+// too: a look-up in memory would take a cycle for each line that the lanes touch. Of a short shard
+// blocks have few warps, so that all multiprocessors have some. Bytes of device memory: a number
+// read and written an element, and the record read.
 #pragma once
 
 #include "moves_check_kernel.cuh"
@@ -14,9 +12,8 @@ namespace megatron_sparse {
 
 inline constexpr int kRingHalf = 8 * 32;  // words: a vector from each lane
 inline constexpr int kDecodeWarps = 16;   // of a block, at most
-// Steps of 32 numbers, loaded while those before are decoded. A number takes
-// two words at most, of fp32 three; a half may be overwritten as soon as the
-// next is begun.
+// Steps of 32 numbers, loaded while those before are decoded. A number takes two words at most, of
+// fp32 three; a half may be overwritten as soon as the next is begun.
 template <int D>
 inline constexpr int kDecodedSteps = D == kFp32 ? 2 : 4;
 static_assert(kDecodedSteps<kFp32> * kStepWords <= kRingHalf, "of fp32");
@@ -93,8 +90,7 @@ __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words
   return entry.y + 2 * raw;
 }
 
-// Decodes a chunk into `out`; whether it ends as it must, the same in all
-// lanes.
+// Decodes a chunk into `out`; whether it ends as it must, the same in all lanes.
 template <int D>
 __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, const uint32_t* down,
                                                   int64_t count, uint32_t base,
@@ -151,8 +147,7 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, const
     const uint32_t was = active ? mirrored<D>(held[i], signs, lane) : 0, z = next_z(was, active);
     if (active) out[i] = static_cast<MovesRaw<D>>(mirrored<D>(moved_by<D>(was, z), signs, lane));
   }
-  // Less than 16 bytes of padding are left, and every state is back where
-  // encoding began.
+  // Less than 16 bytes of padding are left, and every state is back where encoding began.
   const int left = word_count - words.read;
   bool fine = left >= 0 && left < 8 && state == kLowestState;
   if (lane < left && lane < 8) {
@@ -161,8 +156,7 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, const
   return __all_sync(kAllLanes, fine);
 }
 
-// Decodes all chunks beside what is held: only its end shows whether a chunk is
-// whole.
+// Decodes all chunks beside what is held: only its end shows whether a chunk is whole.
 template <int D>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     moves_rans_decode_kernel(const __grid_constant__ MovesBatch batch) {
