@@ -50,7 +50,8 @@ inline int64_t cut_blocks(const TileCut& cut) {
 
 __device__ __forceinline__ bool is_known_kind(uint8_t kind, const Workspace& work) {
   if (work.rice) return kind == kKindDense || kind == kKindRice;
-  return is_staged_kind(kind, work.block_states != nullptr);
+  return kind == kKindDense || kind == kKindCoo || kind == kKindPici || kind == kKindPiciPaper ||
+         kind == kKindAdaptive || (kind == kKindBlocks && work.block_states != nullptr);
 }
 
 // Called by `blocks` blocks of kCutThreads.

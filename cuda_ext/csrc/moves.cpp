@@ -116,12 +116,14 @@ int64_t encode_sections(const Numbers& numbers, uint8_t* sections, MovesSubHeade
   return bytes;
 }
 
-// The bytes that moves_encode needs of `out`: more than the record, for chunks lie apart at first.
+// The bytes that moves_encode needs of `out`: more than the record, for chunks lie apart at first,
+// and coding may not pay.
 int64_t moves_room(int64_t numel, int64_t dtype) {
   check_dtype_code(dtype, "moves_room: dtype");
   MS_CHECK(numel >= 0 && numel <= kMaxMoves, "moves_room: numel is out of range", "0 to 2^34",
            numel);
-  return moves_room_bytes(numel, dtype);
+  return kMovesSectionsAt + pad16(numel * dtype_bytes(static_cast<int>(dtype))) +
+         pad16(4 * (chunk_count(numel) + 1)) + pad16(kContexts * (1 + 2 * kMaxSymbols));
 }
 
 // Returns the record's bytes, one int64.

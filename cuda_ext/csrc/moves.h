@@ -72,14 +72,6 @@ MS_INLINE constexpr int64_t numbers_in_chunk(int64_t numel, int64_t chunk) {
   return left < kRansChunk ? left : kRansChunk;
 }
 
-// The bytes that an encoder needs for a record: more than the record, for coding may not pay.
-inline int64_t moves_room_bytes(int64_t numel, int64_t dtype) {
-  const int64_t raw = pad16(numel * dtype_bytes(static_cast<int>(dtype)));
-  const int64_t chunks = chunk_count(numel);
-  return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) +
-         pad16(kContexts * (1 + 2 * kMaxSymbols));
-}
-
 // The sign of a number in the lower bits; see docs/parameters.md, "Mirrored numbers".
 MS_INLINE constexpr int sign_bit(int dtype) {
   return dtype == kFp32 ? 31 : 15;

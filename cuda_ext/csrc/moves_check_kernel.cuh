@@ -34,10 +34,6 @@ enum class MovesCheck : unsigned {
 using MovesFaultKey = unsigned long long;
 inline constexpr int kWhereBits = 40;
 
-__device__ __forceinline__ MovesFaultKey fault_key(MovesCheck check, int64_t where) {
-  return ~(static_cast<MovesFaultKey>(check) << kWhereBits | static_cast<MovesFaultKey>(where));
-}
-
 // The decoder's tables of rans: symbols by context and slot, and of each symbol
 // raw bits << 25 | start << 13 | frequency, and its move without raw bits.
 struct RansDecoder {
@@ -127,11 +123,12 @@ __device__ __forceinline__ MovesSections sections_of_moves(const MovesDecodeArgu
 
 __device__ __forceinline__ void report_fault(MovesFaultKey* fault, MovesCheck check,
                                              int64_t where) {
-  atomicMax(fault, fault_key(check, where));
+  atomicMax(fault,
+            ~(static_cast<MovesFaultKey>(check) << kWhereBits | static_cast<MovesFaultKey>(where)));
 }
 
 __device__ __forceinline__ uint2 symbol_entry(uint32_t symbol, uint32_t start, uint32_t frequency) {
-  const uint32_t bits = raw_bits_of(symbol);
+  const uint32_t bits = symbol < kDirect ? 0 : (symbol >> 1) - 5;  // raw ones that follow it
   return {bits << 25 | start << 13 | frequency, bits == 0 ? symbol : 2u << bits | (symbol & 1)};
 }
 

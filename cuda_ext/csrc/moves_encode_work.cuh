@@ -104,10 +104,4 @@ __device__ __forceinline__ uint32_t write_raw_chunk(const MovesEncodeArguments& 
   return sum;
 }
 
-// Adds up the mixed words of all chunks; called once by each thread, after its last chunk.
-__device__ __forceinline__ void add_chunk_sum(const MovesEncodeWork& work, uint32_t sum) {
-  sum = __reduce_add_sync(kAllLanes, sum);
-  if (threadIdx.x % 32 == 0) atomicAdd(work.chunk_sum, sum);
-}
-
 }  // namespace megatron_sparse

@@ -176,7 +176,8 @@ __global__ void __launch_bounds__(kScanThreads, 4)
           v < kStateVectors ? states[v] : vector_of(first, 8 * (v - kStateVectors), words));
     }
   }
-  add_chunk_sum(work, sum);
+  sum = __reduce_add_sync(kAllLanes, sum);
+  if (threadIdx.x % 32 == 0) atomicAdd(work.chunk_sum, sum);
 }
 
 }  // namespace megatron_sparse

@@ -88,11 +88,6 @@ MS_INLINE uint32_t context_of(uint32_t bits, uint32_t base) {
   return static_cast<uint32_t>(above < 0 ? 0 : above < kContexts ? above : kContexts - 1);
 }
 
-// The raw bits that follow a symbol.
-MS_INLINE uint32_t raw_bits_of(uint32_t symbol) {
-  return symbol < kDirect ? 0 : (symbol >> 1) - 5;
-}
-
 // Of the table of chunk offsets, padded.
 MS_INLINE int64_t offset_table_bytes(int64_t chunks) {
   return pad16(4 * (chunks + 1));

@@ -39,12 +39,6 @@ MS_INLINE bool is_block_size(int64_t size) {
   return size >= 64 && size <= kPiciTile && (size & (size - 1)) == 0;
 }
 
-// Whether an encoder of records that are not Rice's takes a requested kind.
-MS_INLINE bool is_staged_kind(uint8_t kind, bool with_blocks) {
-  return kind == kKindDense || kind == kKindCoo || kind == kKindPici || kind == kKindPiciPaper ||
-         kind == kKindAdaptive || (kind == kKindBlocks && with_blocks);
-}
-
 // Byte offsets from the end of the header.
 struct Sections {
   int64_t indices;  // COO's or blocks' indices, Pici's prefix; Pici's words lie at 0

@@ -41,13 +41,6 @@ MS_INLINE VectorLanes::U numbers_of_planes(const uint8_t* words, int bits, int i
   return number;
 }
 
-// All 32 of them.
-MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
-  for (int i = 0; i < kPlane; i += MS_WIDTH) {
-    store_raw<kFp32>(numbers, i, numbers_of_planes(words, bits, i));
-  }
-}
-
 // The levels of a group of magnitudes a[0 .. count), which are padded with zeros to a whole group.
 // `whole`: zero must be a level.
 template <int BITS>
@@ -173,7 +166,9 @@ void rice_dequantise(const void* words, int64_t count, float* values) {
     from += sizeof(uint32_t);
     alignas(64) uint32_t codes[kRiceGroup] = {};
     for (int64_t i = 0; i < kRiceGroup && begin + i < count; i += kPlane, from += 4 * BITS) {
-      load_planes(from, BITS, codes + i);
+      for (int part = 0; part < kPlane; part += MS_WIDTH) {
+        store_raw<kFp32>(codes, i + part, numbers_of_planes(from, BITS, part));
+      }
     }
     for (int i = 0; i < kRiceGroup; ++i) values[i] = level_value<BITS>(levels, codes[i]);
   }

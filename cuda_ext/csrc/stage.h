@@ -40,18 +40,13 @@ inline int64_t stage_words(int64_t numel) {
   return tiles_of(numel) * (kPiciTile / 64);
 }
 
-inline int64_t stage_chunks(int64_t numel, int64_t chunk) {
-  return (numel + chunk - 1) / chunk;
-}
-
 // Bytes of scratch, which must be aligned to 8. `chunk` is the elements of a chunk: whole tiles.
 inline int64_t scratch_bytes(const int64_t* offsets, int64_t segment_count, int64_t value_bytes,
                              int64_t chunk = kStageChunk) {
   int64_t bytes = 0;
   for (int64_t s = 0; s < segment_count; ++s) {
-    const int64_t numel = offsets[s + 1] - offsets[s];
-    bytes +=
-        2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * stage_chunks(numel, chunk);
+    const int64_t numel = offsets[s + 1] - offsets[s], chunks = (numel + chunk - 1) / chunk;
+    bytes += 2 * 8 * stage_words(numel) + numel * value_bytes + kStageSlack * chunks;
   }
   return bytes;
 }
