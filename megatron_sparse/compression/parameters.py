@@ -1,7 +1,5 @@
 """Decides which parameters are pruned, sent whole, or sent without loss (all but zeros)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ Residuals are contributions to the *averaged* gradient. Their *unit* is the loss
 one, times the factor that Megatron multiplies the summed gradients by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch

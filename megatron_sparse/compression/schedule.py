@@ -5,8 +5,6 @@ warm-up costs a visible part of the first loss drop. Deep Gradient Compression (
 section 3.3) lowers it exponentially, epoch by epoch; the ramp here is the same curve without steps.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from megatron_sparse.config.sparse import CompressionConfig

@@ -18,8 +18,6 @@ Shape suffixes: N elements of the bucket, P pieces (parameters and paddings), S 
 the message), R threshold ranges; the picture above `bucket.Layout` shows all of them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

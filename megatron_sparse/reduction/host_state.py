@@ -4,8 +4,6 @@ Ranks agree here on two things: at the start, that every rank's GPU has compiled
 run, on a new target density (density: selected elements / all elements of a bucket).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from copy import deepcopy

@@ -8,8 +8,6 @@ instances of the distributed optimizer, else `node` if possible. All ranks of a 
 same result: they have the same configuration and node numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

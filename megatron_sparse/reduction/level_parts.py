@@ -9,8 +9,6 @@ A part is a `Bucket`. Its parameters are slices, each with the element of the pa
 begins (`offset`): so an element of a residual is identified in the same way on any nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

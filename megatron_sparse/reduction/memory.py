@@ -6,8 +6,6 @@ Not counted: Megatron's own memory, the communicators' of NCCL and gloo, the cac
 allocator, tables of offsets, and a few words for each bucket and step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -18,8 +18,6 @@ decoded. On CUDA the streams of `job` do the same on the device.
 - `Progress` itself drives nothing: on virtual ranks the caller does, by `Pending.run_alone`.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

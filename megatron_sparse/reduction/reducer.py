@@ -39,8 +39,6 @@ Optional features, made once with the reducer:
 Shape suffix: N elements of the bucket.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ that no batch touched. A progress thread does the work; `wait` returns the resul
 Shape suffixes: R rows of the parameter, D columns, K rows that are not zero.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

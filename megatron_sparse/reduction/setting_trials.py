@@ -12,8 +12,6 @@ Before the trials every element is sent, in 4 bits if the budget allows. A chang
 nothing: the next preset sends what the one before has left in the residual.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -19,8 +19,6 @@ The cost of the links comes from `planner.cluster`, or is measured when the poli
 `straggler.min_delay_ms` replaces the critical delay of every bucket.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

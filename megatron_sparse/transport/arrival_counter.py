@@ -16,8 +16,6 @@ One thread for each group does all of this, on a separate connection to the stor
 training does not wait.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -6,8 +6,6 @@ A collective is a generator: it yields each `Work` whose result it needs before 
 its caller decides how to wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum

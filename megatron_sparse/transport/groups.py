@@ -12,8 +12,6 @@ A destroyed group would leave its addresses in the store, so groups are kept for
 process and lent again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections import Counter, defaultdict

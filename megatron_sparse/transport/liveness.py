@@ -13,8 +13,6 @@ it has been silent for `SILENCE_FRACTION` of the timeout, at least `SHORTEST_SIL
 alone is no error: it becomes one when an operation waits for the group of the silent rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -8,8 +8,6 @@ that wait for a peer then end, with undefined results: call `check` before you r
 later call raises. The process stays alive.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ posted by C++ (`cuda_ext.nccl_ops`), which gets the functions' addresses from he
 numbers are those of nccl.h since NCCL 2.7.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import cache

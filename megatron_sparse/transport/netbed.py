@@ -1,7 +1,5 @@
 """The links of the network test bed (`scripts/netbed.sh`), as its processes see them."""
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple
 

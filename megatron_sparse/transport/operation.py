@@ -1,7 +1,5 @@
 """A posted operation: its name, its deadline, the typed error of its failure, and its `Work`s."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ has its addresses, its port and a random token. The listener drops a connection 
 lacks the token: it may come from anyone. A member of a listener is a process that has connected.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -13,8 +13,6 @@ With NCCL the next operation posted after a rank is gone raises the error; the w
 operations already posted.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

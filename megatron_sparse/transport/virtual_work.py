@@ -3,8 +3,6 @@
 A rank arrives at the time of its modelled clock; counting takes no time. A MODEL, like the cluster.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
