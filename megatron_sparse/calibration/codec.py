@@ -8,8 +8,6 @@ its records are timed for one of `PARTITIONS` partitions, by number of positions
 timed with fp32 values and with values of 4 bits, which stand for any number of bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -11,8 +11,6 @@ collective's other work on the host; its agreement costs about as much as two me
 (docs/calibration.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial

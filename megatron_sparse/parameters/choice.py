@@ -4,8 +4,6 @@ Exact and lossy gathers exchange compressed records, either between all ranks (*
 each record is sent to every other node only once (`parameters.per_node`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import reduce

@@ -41,8 +41,6 @@ A corrupted, truncated or replayed record leaves its shard as it was, and ends t
 error that names the sending rank, the bucket and the field; other shards may be new by then.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

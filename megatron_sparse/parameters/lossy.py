@@ -21,8 +21,6 @@ Cost: (n - 1) M (bits + 1/8) / 8 bytes sent by each rank for shards of M numbers
 announcement; 4 M bytes are kept.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

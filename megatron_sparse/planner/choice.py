@@ -20,8 +20,6 @@ does that). Cost: the exchange of a sampled step, before the collective, on the 
 Changes take effect in the next step.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import zlib

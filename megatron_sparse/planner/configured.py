@@ -1,7 +1,5 @@
 """Makes the planner of a configuration, and takes the ring's thresholds from a cluster file."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The properties of the running ranks that a calibration depends on."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

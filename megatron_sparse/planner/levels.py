@@ -19,8 +19,6 @@ What crosses has the density that was asked for, whatever m is: a rank selects f
 At level `rank` the ranks of a node select apart, and up to m times as much crosses.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

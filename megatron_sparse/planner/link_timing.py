@@ -13,8 +13,6 @@ Everything is a generator over a `Transport` with a given clock, so a virtual cl
 measured in the same way as real ones.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass

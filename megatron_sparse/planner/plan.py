@@ -1,7 +1,5 @@
 """The plan of a bucket, and the planners that take it from the configuration or from a file."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import Any

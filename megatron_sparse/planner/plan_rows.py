@@ -9,8 +9,6 @@ The table has every scheme's predicted time for each bucket, the chosen one mark
 cluster file has none: its planner compares bytes, and the reason has them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace

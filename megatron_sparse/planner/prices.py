@@ -16,8 +16,6 @@ Cost of a prediction: O(n) steps of numpy on n ranks; if the ranks of a node sha
 every message is modelled. All schemes on 64 ranks: 0.1 s, with shared cards 0.5 s (one core).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

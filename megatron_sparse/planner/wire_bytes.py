@@ -20,8 +20,6 @@ density of a lossless parameter is assumed to be that of the pruned ones; with `
 is sampled.
 """
 
-from __future__ import annotations
-
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of

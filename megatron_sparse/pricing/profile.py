@@ -5,8 +5,6 @@ densification of sums (definition 4), skewness over even, contiguous partitions 
 the fractions of blocks that hold a non-zero element. `sparsity` measures them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from bisect import bisect_left

@@ -14,8 +14,6 @@ In capacity mode a Rice record fills its slot, which has room for the worst plac
 2^s elements (s + q + 1 of quantised values). Slots of other formats are as long as their records.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

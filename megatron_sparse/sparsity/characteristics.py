@@ -16,8 +16,6 @@ Deviations: definition 4 with k below the number of ranks is the mean over group
 ranks; definition 5 is the mean over ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
