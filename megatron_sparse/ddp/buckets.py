@@ -5,8 +5,6 @@ any. So while no bucket holds a parameter's residual, it is *unplaced*: kept by 
 until a bucket with that parameter is launched. DDP cuts no parameter, so a residual has one bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `DDPState` refuses: models that DDP did not wrap, and settings that need Megatron."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping
 from typing import Any

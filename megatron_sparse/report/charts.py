@@ -5,8 +5,6 @@ megabytes, prints sharply and needs no script. Charts are narrow, so that their 
 a phone; a wide screen shows several side by side.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -7,8 +7,6 @@ alone, because the time between iterations is not recorded.
 file, so a long run costs no more than a short one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The table has a row for each bucket, and one for all buckets of a process group 
 its numbers are means over the recorded iterations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

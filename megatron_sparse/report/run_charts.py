@@ -5,8 +5,6 @@ its buckets, stage by stage. Exposed communication is the time in which the trai
 for gradients (the stage host_wait) or parameters (param_wait).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ report can do without becomes a sentence in the list `gaps`, which the page show
 any iteration is an error.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

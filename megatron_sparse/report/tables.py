@@ -1,7 +1,5 @@
 """The tables of a report: cells of plain text, which the page escapes."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Callable, Sequence

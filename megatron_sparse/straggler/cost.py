@@ -22,8 +22,6 @@ measured links of the backend's own collective; sparse collectives are added. Ti
 alpha-beta model: codecs and the CPU count only as far as they are in the measured alpha and beta.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ interval for its share of the past steps, at least `MIN_HISTORY`, is above one h
 *Persistence* is the probability that the last rank of a step is last in the next step too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

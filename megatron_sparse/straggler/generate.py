@@ -16,8 +16,6 @@ Deviation: the paper forbids to match two ranks of the critical window; here tha
 That is enough for the invariant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

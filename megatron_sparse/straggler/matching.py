@@ -14,8 +14,6 @@ weighs more than a pair with one chunk. Which chunk a rank gives depends on n:
   double, less the rounds until all ranks must hold it; it is lower for a rank in its window.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ In a round each rank exchanges with at most one other, at most one chunk each wa
 r-th early rank and the straggler exchange chunk r and add: from then on both hold it complete.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from megatron_sparse.errors import ConfigError

@@ -6,8 +6,6 @@ buckets and may run in parallel with the thread and with each other. Communicati
 thread waits is *exposed*; what runs beside its computation is *overlapped*.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

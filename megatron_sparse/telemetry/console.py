@@ -1,7 +1,5 @@
 """Prints the tables at the end of a run, or for the `summary.json` of a finished run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

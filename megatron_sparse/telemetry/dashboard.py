@@ -7,8 +7,6 @@ Megatron's own for the loss and the gradient's norm; a panel of a family (`bucke
 finds its curves by a pattern.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ A row is one iteration: under 30 numbers of 8 bytes, so a million iterations tak
 the summary needs no second pass over the files.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from bisect import bisect_left

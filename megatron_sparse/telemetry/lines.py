@@ -1,7 +1,5 @@
 """Writes a run's files so that they survive a kill: JSON lines, and files replaced atomically."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ The part of a name before the first slash is its group. `<stage>`, `<scheme>` an
 for names of stages, schemes and buckets. Tests check the docs and the dashboard against this list.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

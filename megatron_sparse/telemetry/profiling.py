@@ -6,8 +6,6 @@ because no thread works while a bucket is on the wire. The profiler slows iterat
 times are not typical of the run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -3,8 +3,6 @@
 Also `Isolated`, which keeps a failing display, of progress or anything else, from ending the run.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence

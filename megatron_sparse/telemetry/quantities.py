@@ -4,8 +4,6 @@
 their labels, values and units from it. Curves over the iterations are in `metrics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

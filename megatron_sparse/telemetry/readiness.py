@@ -6,8 +6,6 @@ for the last one, in milliseconds (`waited_ms`, 0 for the last, the straggler). 
 straggler was ready.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections import Counter, defaultdict

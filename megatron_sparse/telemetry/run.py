@@ -1,7 +1,5 @@
 """`RunTelemetry`: collects a run's measurements, sums them up, writes files, feeds dashboards."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

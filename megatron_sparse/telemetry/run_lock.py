@@ -9,8 +9,6 @@ the folder is taken. If that host was lost, the folder is free after that time; 
 requeued need not wait.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 Both get the same metrics, see `metrics`. Configurations pass through `redact`, which hides secrets.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator, Mapping
