@@ -8,8 +8,6 @@ fp16 ends at 65504. Sums of values that it holds, such as 60000 + 60000 - 60000 
 range on the way, so partial sums never travel in it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.bucket import Bucket

@@ -29,8 +29,6 @@ In step s rank r sends, in a round each, 8 bytes and the records of shard r - s 
 r - s + 1, ..., r; or the shard's N / n partial sums of p bytes each (`dense_ring`) in one round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 
 from megatron_sparse.collectives.base import (

@@ -21,8 +21,6 @@ then; the fingerprint is in the tag of the messages, and step and dtype in the r
 Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard_r of it|.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import batched, chain
 

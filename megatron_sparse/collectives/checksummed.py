@@ -5,8 +5,6 @@ its buffer. So a damaged size must be found before a receive of that size is pos
 no bytes.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

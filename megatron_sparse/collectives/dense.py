@@ -19,8 +19,6 @@ narrows an fp32 gradient: it sends as many bytes and adds in fp32, while the bac
 would leave fp16's range although the sum fits.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

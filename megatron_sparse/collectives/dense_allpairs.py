@@ -11,8 +11,6 @@ Rank r sends (N - |c_r|) b bytes, and (n - 1) |c_r| b in the second phase: with 
 2 (n - 1) / n N b. No partial sum travels, so only the final sum is rounded.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.collectives.accumulator import dense_group, store

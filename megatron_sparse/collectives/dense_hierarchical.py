@@ -22,8 +22,6 @@ With equal nodes and k a power of two, a rank sends (m - 1) / m N (p + b) bytes 
 value and of a partial sum are as for `dense_ring`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 

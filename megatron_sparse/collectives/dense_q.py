@@ -13,8 +13,6 @@ With equal shards, rank r sends (n - 1) / n N (q + 1/4) / 8 bytes in q bits; for
 (n - 1) / n N b, or as many bytes again with `sum_bits`. A ring sends (n - 1) / n N b for each half.
 """
 
-from __future__ import annotations
-
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import reduce_shards, split_cost, spread_sums_cost
 from megatron_sparse.collectives.records import reads_reports

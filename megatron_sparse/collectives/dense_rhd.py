@@ -18,8 +18,6 @@ folded one sends it N b bytes more (its piece for a reduce-scatter); a folded on
 Bytes of a value and of a partial sum are as for `dense_ring`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

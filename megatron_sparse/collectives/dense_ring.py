@@ -12,8 +12,6 @@ pieces (n - 1) / n N (p + b). b are the bytes of a value, p those of a partial s
 `wire_dtype=bf16` narrows an fp32 gradient. Each rank's sum of piece i begins with rank i + 1.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store

@@ -21,8 +21,6 @@ the tag of the messages and in the records' headers), and |sum_r| is the largest
 Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 
 import numpy as np

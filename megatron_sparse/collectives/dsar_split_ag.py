@@ -13,8 +13,6 @@ ranks r ... r + d - 1, in the last round only as many as are missing. With equal
 (n - 1) / n N b in total. All-reduce only: as a reduce-scatter it would be `direct`.
 """
 
-from __future__ import annotations
-
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import reduce_shards, split_cost
 from megatron_sparse.collectives.gather import doubling_all_gather_cost

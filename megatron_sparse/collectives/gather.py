@@ -5,8 +5,6 @@ callback `arrived` runs (for instance to decode it) while the next pieces are in
 also has the all-to-all, one peer at a time, that precedes an all-gather.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 

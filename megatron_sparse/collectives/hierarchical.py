@@ -34,8 +34,6 @@ reduce-scatter phase 3 is 4 N / n bytes for each rank without a lane that the ra
 with a lane holds up to N values of fp32 more than the other schemes, for phase 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache

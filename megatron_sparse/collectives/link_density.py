@@ -16,8 +16,6 @@ measurement itself. Both ends of a link compute the density from the headers of 
 cross it, so they come to the same decisions without a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

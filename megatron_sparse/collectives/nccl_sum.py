@@ -10,8 +10,6 @@ The kernels cannot raise: a call leaves a *report*, a few words in device memory
 wrong with a record. The CPU reads it later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -17,8 +17,6 @@ rounds, twice in an all-reduce. An fp32 segment with B non-zero blocks takes 16 
 |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 """
 
-from __future__ import annotations
-
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import (
     add_shards_cost,

@@ -9,8 +9,6 @@ start. In the step's field they carry a number made from the step and that eleme
 a sum is never mistaken for that of another shard or for a rank's own message.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import replace

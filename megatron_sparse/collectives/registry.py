@@ -3,8 +3,6 @@
 A new scheme needs no line here: the registry finds its file.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 from pathlib import Path

@@ -22,8 +22,6 @@ Rows are added in rank order, in fp32, and rounded once; an average is rounded a
 So both ways give the same bits, on every rank.
 """  # noqa: E501 - the cost's formula is a line
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace

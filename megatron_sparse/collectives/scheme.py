@@ -4,8 +4,6 @@ Every file of this package that holds a scheme ends with `SCHEME = Scheme(...)`;
 it there. docs/adding-a-scheme.md shows how to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -13,8 +13,6 @@ every rank.
 Rank r > 0 sends |message_r|; the server sends (n - 1) |sum|. All-reduce only.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.collectives.base import (

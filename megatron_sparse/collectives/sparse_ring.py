@@ -15,8 +15,6 @@ In step s rank r sends the records of the sum of shard r - s by ranks r - s + 1,
 from 1), and in the all-gather every sum but that of rank r + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

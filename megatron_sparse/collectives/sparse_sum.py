@@ -8,8 +8,6 @@ In *capacity mode* (`scheme.capacity`) records lie in slots of fixed size, and c
 errors to device memory (`Message.reports`) instead of raising them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -16,8 +16,6 @@ unfold |sum|. Partial sums are encoded again in every step, sparse or dense, whi
 All-reduce only.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group

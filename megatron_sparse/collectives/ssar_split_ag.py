@@ -11,8 +11,6 @@ r ... r + d - 1 (in the last round only as many as are missing). All-reduce only
 reduce-scatter it would be `direct`.
 """
 
-from __future__ import annotations
-
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import reduce_shards, split_cost, spread_sums_cost
 from megatron_sparse.collectives.gather import doubling_all_gather_cost

@@ -28,8 +28,6 @@ An early rank sends in phase 1 (n - 2) / (n - 1) m bytes and (n - 2) D / (n - 1)
 known the scheme is `direct`. All-reduce only (`straggler_shares`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import cast

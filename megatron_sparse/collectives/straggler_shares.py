@@ -13,8 +13,6 @@ its own part is done. So an early rank and the straggler have a handshake when t
 Rows have a tag of their own, so that rows of ranks that disagree do meet and raise an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple

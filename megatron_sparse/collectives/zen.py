@@ -26,8 +26,6 @@ dense; h0 is a function of `HASH_SEED`, which all ranks know, instead of seeds t
 On CUDA the CPU waits for the GPU at every check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import torch
