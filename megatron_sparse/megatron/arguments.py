@@ -7,8 +7,6 @@ to pass them. A passed flag may replace any other derived one, such as those for
 Megatron's own parser defines the flags' names and values.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

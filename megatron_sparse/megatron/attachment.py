@@ -14,8 +14,6 @@ the others for later steps (error feedback). If the step is skipped, each residu
 its *undo copy*, made before the selection. `host` means an object of Megatron's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

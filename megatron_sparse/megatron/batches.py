@@ -3,8 +3,6 @@
 Imports megatron: on a CPU, `cpu_mode.enable` comes first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

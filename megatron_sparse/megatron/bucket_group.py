@@ -11,8 +11,6 @@ Its `start_param_sync` starts the plugin's gather of parameters, or Megatron's o
 Its `finish_param_sync` starts the plugin's gathers of the groups that follow, too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

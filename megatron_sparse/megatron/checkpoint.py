@@ -20,8 +20,6 @@ What happens if the run differs from the one that saved:
   loads become the masters, and the next gather is raw.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

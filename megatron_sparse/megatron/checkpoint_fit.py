@@ -6,8 +6,6 @@ that do not match. Here each is one error that names the keys to change. Only th
 is compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Mapping, Sequence

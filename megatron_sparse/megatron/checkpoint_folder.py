@@ -6,8 +6,6 @@ as on a full disk, leaves a partial folder, or a tracker that is cut off. A *rel
 checkpoint, which has no iteration. Imports no megatron.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

@@ -16,8 +16,6 @@ A *part* is the elements of a bucket that this rank selects from; at level `rank
 Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ an asynchronous checkpoint would go on writing into the folder of the next run. 
 nothing heavy, because these processes import it.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

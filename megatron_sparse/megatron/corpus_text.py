@@ -5,8 +5,6 @@ reads as English (docstrings, the topics of `pydoc_data`, arguments of `add_docs
 descriptions and licences; a repeated paragraph is taken only once.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.metadata

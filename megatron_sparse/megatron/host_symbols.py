@@ -5,8 +5,6 @@ Also the versions of Megatron that the tests run on. Of the symbols, `attach` ne
 0.19 and later).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from importlib import import_module

@@ -11,8 +11,6 @@ For Megatron's own scripts, with --hybrid-layer-pattern:
     --spec megatron_sparse.megatron.local_hybrid local_stack_spec
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider

@@ -4,8 +4,6 @@ Megatron's `train_step` all-reduces sums of losses and numbers of tokens after t
 and the next iteration waits for it: with two sites for more than a round trip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

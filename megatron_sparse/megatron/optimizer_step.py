@@ -7,8 +7,6 @@ in `step_with_ready_grads`. The plugin reads the reports between the two: they h
 norm has been read, so the host does not wait. Without that method it reads them before `step`.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Two copies of the same small GPT live in each rank, one plain and one with `sche
 train turn by turn on the same batches, so that noise hits both; each pair gives one ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

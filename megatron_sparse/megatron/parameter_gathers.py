@@ -7,8 +7,6 @@ Megatron gathers in `start_param_sync`, which `bucket_group` overrides to call `
 Names with `host` are Megatron's: `group.host` is its bucket group, a `host_bucket` its bucket.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

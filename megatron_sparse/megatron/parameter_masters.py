@@ -13,8 +13,6 @@ masters go into the plugin's part of it, by parameter name and position, so they
 buckets or ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ would have their shards in others. So does one whose gradients are sent dense, b
 an order that depends on the buffer's size: the sums of a dense run are Megatron's own, bit for bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_sparse.bucket import Bucket, CollectiveOp

@@ -8,8 +8,6 @@ first one, a bucket ends when it has `bucket_size` elements. Imports no megatron
 nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

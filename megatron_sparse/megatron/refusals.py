@@ -5,8 +5,6 @@ other settings: the `megatron:` section before a rank starts, Megatron's parsed 
 builds a model, and the model that `attach` is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

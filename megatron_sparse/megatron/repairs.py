@@ -7,8 +7,6 @@ SGD and without the distributed optimizer does not resume, because nothing creat
 into. Each repair wraps a function; none changes behaviour that already works.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

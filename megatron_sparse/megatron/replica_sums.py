@@ -13,8 +13,6 @@ the parameter stay the same:
 What the plugin adds to a gradient after that must be summed in the same way.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ another name (`use_rotary_position_embeddings`) or by a file (`yaml_cfg`). What 
 would refuse in a rank is checked, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -9,8 +9,6 @@ Without clipping nothing is scaled. Scaling needs the old residual, of which the
 (`ResidualStore.undo`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

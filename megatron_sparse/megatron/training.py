@@ -3,8 +3,6 @@
 Imports megatron only when it trains, because on a CPU `cpu_mode` has to come first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

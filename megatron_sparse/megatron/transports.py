@@ -3,8 +3,6 @@
 A transport sends and receives tensors among the ranks of one group, over gloo or NCCL.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ converted after each step in which one of the two has changed. Where a step has 
 old residuals would outweigh its gradients, they are taken out of its sums (`Attachment`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
