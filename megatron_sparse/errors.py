@@ -1,7 +1,5 @@
 """Typed errors: each says what was expected, what came instead, and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

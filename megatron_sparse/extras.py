@@ -1,7 +1,5 @@
 """Optional packages: a command checks at its start that those it needs are installed."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from importlib.util import find_spec
 

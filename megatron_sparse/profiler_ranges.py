@@ -10,8 +10,6 @@ opens), but only on the thread that has the profiler on. This module opens them 
 Ranges are named `megatron_sparse/<stage>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

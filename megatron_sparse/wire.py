@@ -9,8 +9,6 @@ cuts its segment into *chunks* of 2^span elements. A *plane* is a word with one 
 numbers, and a *group* is 128 quantised values that share a *scale* of one word.
 """
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -12,8 +12,6 @@ elements, which the paper looks up. The bytes do not depend on the device. On CU
 once, for nnz, and decoding twice: for the record's head, and for the check of its bitmap.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.cuda_ext import hash_ops

@@ -8,8 +8,6 @@ never exceeds the dense size by more than the headers, and its reader accepts al
 Layout: docs/wire-format.md. On CUDA every check of a received record waits for the device.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace

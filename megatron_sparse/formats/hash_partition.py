@@ -9,8 +9,6 @@ sizes differ by one element at most. `hierarchical_hash` uses h0 for the Push (e
 entries to the servers), `hash_bitmap` for the Pull (all ranks fetch the servers' sums).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

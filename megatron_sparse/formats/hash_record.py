@@ -7,8 +7,6 @@ read and write the sections after the head. A position is an element's number in
 its partition.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ An entry is a non-zero element: its index and value. Deviations from the paper:
 On the wire an entry costs its COO record's 4 bytes and its value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -10,8 +10,6 @@ a given number of elements and records lie in slots of fixed size (`cuda_ext.slo
 bucket collect their status in the message's `Reports`, which are read once at the end.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -18,8 +18,6 @@ On a CPU the native part runs in torch's thread pool, on CUDA on the current str
 the same on every device and instruction set and for every number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -12,8 +12,6 @@ The native part runs in torch's thread pool; the result does not depend on the n
 on the instruction set.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.cuda_ext.arguments import call, overload, refusing

@@ -6,8 +6,6 @@ register, and fp16 keeps sign and payload. Ranks that take a sum partly from rec
 memory must therefore convert as the codec does, or they hold different bits.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -7,8 +7,6 @@ K rows of D values of b bytes take 48 + 32 bytes of headers, 4 K bytes of indice
 above 2^31) and K D b bytes of values, each section padded to 16.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

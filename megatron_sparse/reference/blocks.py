@@ -5,8 +5,6 @@ blocks that hold something (uint32, ascending), and their values, zeros included
 reaches past the segment is filled up with zeros.
 """
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """Sums of mixed words, and sealed records: the oracle of `cuda_ext.checksum_ops`."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

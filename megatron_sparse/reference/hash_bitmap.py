@@ -1,7 +1,5 @@
 """The hash bitmap bit by bit (ZEN, Algorithm 2): the oracle of `formats.hash_bitmap`."""
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """Messages, record by record: the oracle of `encode` and `decode_add_` of `cuda_ext.ops`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

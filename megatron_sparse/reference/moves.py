@@ -6,8 +6,6 @@ rANS (Duda, arXiv 1311.2540) with 32 interleaved 32-bit states a chunk and 16-bi
 number's exponent chooses its context: one of 16 frequency tables, for 16 adjacent exponents.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

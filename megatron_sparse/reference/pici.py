@@ -6,8 +6,6 @@ more than tiles), values. In the paper's order bit r of word c is element 64 r +
 the values of a tile follow column by column; in linear order bit r of word c is element 64 c + r.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.formats.header import Header

@@ -16,8 +16,6 @@ residual is. If the sum v + e' is infinite or NaN, the residual becomes 0 and th
 is sent becomes NaN; if none is sent, the residual becomes NaN.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

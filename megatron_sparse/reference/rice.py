@@ -8,8 +8,6 @@ word p of 32 numbers has bit p of number i as its bit i. The table has, for each
 and words before it.
 """
 
-from __future__ import annotations
-
 import struct
 from itertools import accumulate, pairwise
 

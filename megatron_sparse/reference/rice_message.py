@@ -6,8 +6,6 @@ Raw (not quantised) values v are sent alone, in a dense record where that is not
 `reference.message.decode_add_` reads the messages.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -5,8 +5,6 @@ A group of at most 128 values has a base and a step, both bf16. A code is a sign
 0 to T = 2^(bits - 1) - 1; it stands for base + j step, with that sign.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
