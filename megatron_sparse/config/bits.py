@@ -4,8 +4,6 @@ Both depend on keys of several sections. Quantised values have 8, 4, 3 or 2 bits
 only the message format `rice` holds them; values in full have a floating-point dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

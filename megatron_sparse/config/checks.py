@@ -4,8 +4,6 @@
 runs the checks of its fields.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ template calls; docs/reference/configuration.md shows everything. `flat` and `ca
 and values of a configuration, for tables that compare runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

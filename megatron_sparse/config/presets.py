@@ -3,8 +3,6 @@
 `megatron-sparse train preset=NAME` and `SparseConfig.preset` read the same files.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ credentials of a URL. A secret with an innocent name and without such a shape is
 belongs in the environment of the process that needs it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

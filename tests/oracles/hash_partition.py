@@ -3,8 +3,6 @@
 `cuda_ext/csrc/hash_partition.h` defines the hash; this page repeats it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.triton_kernels.counter_hash import counter_hash, hash_seed

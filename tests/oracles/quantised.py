@@ -4,8 +4,6 @@ docs/quantised.md specifies the record. All arithmetic is fp32, each operation r
 even; a scale is bf16.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

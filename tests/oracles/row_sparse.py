@@ -1,7 +1,5 @@
 """Row-sparse gradients with dictionaries: the oracle of `formats.row_sparse`."""
 
-from __future__ import annotations
-
 import torch
 
 

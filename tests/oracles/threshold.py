@@ -1,7 +1,5 @@
 """The threshold of a stratified sample, in Python integers and lists: the oracle."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
