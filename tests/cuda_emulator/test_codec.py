@@ -137,11 +137,11 @@ def test_prune_encode_to_rice(
 
 @rice_dtypes
 def test_densities_and_spans(device: Ops, value_dtype: int) -> None:
-    """From no entry to all of them, in chunks of one tile, of some, and of all."""
+    """From no entry to all of them, in chunks of one tile, of two, of some, and of all."""
     grad_N = torch.randn(23_200, generator=torch.Generator().manual_seed(value_dtype))
     segments, counts = segments_of([0, 200, 23_200]), (0, 1, 129, 230, 1160, 11_000, 23_200)
     nothing = torch.zeros(23_200)
-    check_densities(grad_N, nothing, segments, counts, (12, 14, 24), value_dtype, device)
+    check_densities(grad_N, nothing, segments, counts, (12, 13, 14, 24), value_dtype, device)
 
 
 @pytest.mark.parametrize(
