@@ -19,8 +19,8 @@ RiceArguments rice_of(const EncodeRequest& r, const PruneArguments* pruning) {
                         false};
   if (pruning == nullptr) return rice;
   if (is_quantised(rice.dtype)) rice.residual = pruning->residual;
-  rice.at_once = is_quantised(rice.dtype) && !rice.without_indices &&
-                 rice.log2_span <= kMostOnceSpan && !r.capacity.has_value();
+  rice.at_once =
+      is_quantised(rice.dtype) && !rice.without_indices && rice.log2_span <= kMostOnceSpan;
   rice.residual_dtype = pruning->residual_dtype;
   rice.key = pruning->key;
   return rice;

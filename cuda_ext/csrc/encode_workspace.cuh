@@ -39,12 +39,15 @@ struct Workspace {
   uint8_t* has_signs;          // [tiles * kSignGroups]: whether these words of `signs` were written
   void* values;                // [value_capacity] kept values of all segments, back to back
   int64_t value_capacity;
-  uint32_t* unary;  // [128 * tiles]: where, in the bits of its chunk's unary part, the 1 of the
-                    // word's first entry lies; null without Rice indices
-  uint32_t* coded;  // [kCodedWords * tiles] words of chunks, each from its first tile's on; null
-                    // unless they are coded at once
-  bool rice;        // records are dense or of format Rice, no others
-  int64_t zeroed_bytes;  // from nnz_states on
+  uint32_t* unary;    // [128 * tiles]: where, in the bits of its chunk's unary part, the 1 of the
+                      // word's first entry lies; null without Rice indices
+  uint32_t* coded;    // [kCodedWords * tiles] words of chunks, each from its first tile's on; null
+                      // unless they are coded at once, and so are the next two
+  uint32_t* spoiled;  // [segments], zeroed: whether a limit has taken infinity or NaN back
+  uint32_t* last_groups;  // [128 * segments]: of the entries of the group that a limit ends, the
+                          // elements behind them in their chunk
+  bool rice;              // records are dense or of format Rice, no others
+  int64_t zeroed_bytes;   // from nnz_states on
   int64_t bytes;
 };
 
@@ -73,6 +76,7 @@ inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
   w.planners = w.ticket + 1;
   w.planned = w.ticket + 2;
   w.chunk_ticket = w.ticket + 3;
+  if (shape.at_once) w.spoiled = memory.take<uint32_t>(segment_count);
   w.zeroed_bytes = memory.used();
   w.tile_begin = memory.take<int64_t>(segment_count + 1);
   w.plans = memory.take<RecordPlan>(segment_count);
@@ -82,6 +86,7 @@ inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
   w.values = memory.take<uint8_t>(w.value_capacity * shape.value_bytes);
   if (shape.at_once) {
     w.coded = memory.take<uint32_t>(tiles * kCodedWords);
+    w.last_groups = memory.take<uint32_t>(segment_count * kRiceGroup);
   } else if (shape.chunk_slots > 0) {
     w.unary = memory.take<uint32_t>(tiles * kTileWords);
   }

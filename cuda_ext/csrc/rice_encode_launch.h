@@ -20,8 +20,7 @@ struct RiceArguments {
   void* residual;
   int residual_dtype;
   int64_t key;  // of a bf16 residual's rounding; negative for rounding to nearest
-  // Whether a launch codes what it has pruned: quantised values with indices in short chunks,
-  // without a limit.
+  // Whether a launch codes what it has pruned: quantised values with indices, in short chunks.
   bool at_once;
 };
 

@@ -9,7 +9,11 @@
 //
 // Bytes an element of g-byte gradient and e-byte residual: g + e read, e and the words written;
 // then the words read and the message written. Longer chunks, whose entries are few, are staged
-// (rice_encode_kernel.cuh), and so are those with a limit, which may take entries back.
+// (rice_encode_kernel.cuh).
+//
+// With a limit a block also waits for the number of entries before its chunk, and takes back what
+// is too much (prune_pass.h). If that holds infinity or NaN, the last launch makes the group of the
+// last entry that stays NaN.
 #pragma once
 
 #include "rice_encode_kernel.cuh"
@@ -41,6 +45,8 @@ struct OnceMemory {
   OncePlace places[3];                     // of this chunk and the next two, in turn
   unsigned entries[2][kRiceWarps];         // of this chunk's warps and the next one's, in turn
   unsigned bits[kRiceWarps];               // of the unary part
+  unsigned stay;                           // entries that a limit leaves; its last one is among
+  bool ends;                               // them
 };
 
 // Numbers of a block's warps, added up.
@@ -75,6 +81,11 @@ __device__ __forceinline__ void take_place(const Workspace& work, const WholeCal
 // How many groups of 128 elements of a chunk each of the 8 warps has.
 __device__ __forceinline__ int groups_of_warp(const RiceArguments& rice) {
   return 1 << (rice.log2_span - 10);
+}
+
+// The number of the lane's word of 32 neighbours in the chunk.
+__device__ __forceinline__ int word_of(const RiceArguments& rice) {
+  return static_cast<int>(threadIdx.x) / 32 * 4 * groups_of_warp(rice) + threadIdx.x % 32;
 }
 
 // A lane has four neighbours of each of the warp's groups. Calls body(at) for each, with the place
@@ -157,16 +168,17 @@ __device__ __forceinline__ uint32_t words_of(uint32_t bits) {
   return __shfl_sync(kAllLanes, bits, lane % 4 * 8 + lane / 4);
 }
 
-// Called by a whole block: lists as many entries as there is room for, from the bits of a lane's
-// word, whose elements are `at` and those behind it; the first one of the warp is number `at_warp`
-// of the list, which is below 0 for those that were listed before.
+// Called by a whole block: lists the entries of a lane's word, whose elements are `at` and those
+// behind it. The first one of the warp is number `at_warp` of the list. Without ALL, those that are
+// not below its end, or were listed before, with numbers below 0, are left out.
+template <bool ALL>
 __device__ __forceinline__ void list_entries(uint32_t word, int at, int at_warp, uint32_t* listed) {
   const int own = __popc(word);
   for (int k = at_warp + warp_inclusive_sum(own) - own; word != 0; ++k) {
     const int gap = __ffs(static_cast<int>(word)) - 1;
     at += gap + 1;
     word = word >> gap >> 1;
-    if (static_cast<unsigned>(k) < kOnceListed) listed[k] = at;
+    if (ALL || static_cast<unsigned>(k) < kOnceListed) listed[k] = at;
   }
 }
 
@@ -200,6 +212,64 @@ __device__ __forceinline__ uint32_t set_unary(OnceMemory& memory, int entries, i
   return sums.all;
 }
 
+// A chunk's entries, as a lane sees them.
+struct Kept {
+  uint32_t word;     // of 32 elements
+  WarpSums entries;  // how many
+};
+
+// Called by a whole block: of the chunk's entries only the first `stay` remain; the others go back
+// to the residual in `x`.
+template <int RESIDUAL>
+__device__ __forceinline__ void take_back(const Workspace& work, const WholeCall& call,
+                                          const ChunkPlace& chunk, unsigned stay, Kept& kept,
+                                          float* x) {
+  using L = ScalarLanes;
+  const int own = __popc(kept.word), at = 32 * word_of(call.rice);
+  const int before = static_cast<int>(kept.entries.before) + warp_inclusive_sum(own) - own;
+  uint32_t left = kept.word;
+  for (int k = before; k < static_cast<int>(stay) && left != 0; ++k) left &= left - 1;
+  kept = {kept.word ^ left, {min(kept.entries.before, stay), stay}};
+  for (; left != 0; left &= left - 1) {
+    const int element = at + __ffs(static_cast<int>(left)) - 1;
+    const auto done = pruned_at<kFp32, RESIDUAL>(call, L::as_bits(x[element]), 0, drop_finite(),
+                                                 chunk.begin + element);
+    x[element] = widen<L, RESIDUAL>(done.residual);
+    if (!done.nonzero) continue;
+    // All threads that write here write the same value.
+    if (call.encode.most_nnz[chunk.segment] > 0) {
+      work.spoiled[chunk.segment] = 1;
+    } else {
+      x[element] = L::as_float(kNan);
+    }
+  }
+  __syncthreads();  // `x` is the residual
+}
+
+// Called by the first warp of a second tile: publishes the numbers of entries of the chunk's tiles,
+// and sets what a limit leaves of them.
+__device__ __forceinline__ void number_entries(const Workspace& work, const WholeCall& call,
+                                               const ChunkPlace& chunk, const WarpSums& entries,
+                                               OnceMemory& memory) {
+  if (chunk.numel == 0) return;
+  const int64_t tile = chunk.first_tile, first = work.tile_begin[chunk.segment];
+  const bool has_two = chunk.tile_end - tile == 2;
+  const unsigned in_first = has_two ? entries.before : entries.all;
+  int64_t before = look_back(work.nnz_states, tile, in_first);
+  if (has_two) look_back(work.nnz_states, tile + 1, entries.all - in_first);
+  if (call.encode.most_nnz == nullptr) return;
+  if (first > 0) {
+    // Earlier segments have been counted, but maybe not yet added up.
+    ScanState state = 0;
+    while ((state = read_state(&work.nnz_states[first - 1])) < kPrefixKnown) __nanosleep(32);
+    before -= static_cast<int64_t>(state & kNumberMask);
+  }
+  const int64_t left = max(call.encode.most_nnz[chunk.segment] - before, int64_t{0});
+  if (threadIdx.x % 32 != 0) return;
+  memory.stay = static_cast<unsigned>(min(left, int64_t{entries.all}));
+  memory.ends = 0 < left && left <= entries.all;
+}
+
 // Called by a whole warp: codes a group of listed entries, and leaves in `x` what the levels lose.
 template <int BITS>
 __device__ __forceinline__ void code_group(float* x, const uint32_t* listed, int count,
@@ -217,12 +287,6 @@ __device__ __forceinline__ void code_group(float* x, const uint32_t* listed, int
   }
 }
 
-// A chunk's entries, as a lane sees them.
-struct Kept {
-  uint32_t word;     // of 32 elements
-  WarpSums entries;  // how many
-};
-
 // Called by a whole block: codes the chunk's entries into `words`. Returns how many words there
 // are.
 template <int DTYPE>
@@ -232,26 +296,31 @@ __device__ __forceinline__ int code_chunk(const RiceArguments& rice, int numel, 
   const int entries = static_cast<int>(kept.entries.all);
   const int before = static_cast<int>(kept.entries.before);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int words_of_warp = 4 * groups_of_warp(rice), word_at = warp * words_of_warp + lane;
+  const int word_at = word_of(rice);
   const int r = rice_parameter(numel, entries);
   ChunkHead head = {};
   head.r = r;
   head.index_words = words + value_words(DTYPE, entries);
   uint32_t* unary = head.index_words + r * planes_of(entries);
   uint32_t* listed = memory.behind + kListBegin;
-  if (r == 0 && lane < words_of_warp) memory.unary[word_at] = kept.word;
+  if (r == 0 && lane < 4 * groups_of_warp(rice)) memory.unary[word_at] = kept.word;
   uint32_t bits = 0;
   for (int from = 0; from < entries; from += kOnceListed) {
     const int count = min(entries - from, kOnceListed);
-    list_entries(kept.word, 32 * word_at, before - from, listed);
+    if (entries <= kOnceListed) {
+      list_entries<true>(kept.word, 32 * word_at, before, listed);
+    } else {
+      list_entries<false>(kept.word, 32 * word_at, before - from, listed);
+    }
     __syncthreads();
     bits = r == 0 ? listed[count - 1] : set_unary(memory, entries, r);
+    uint32_t* to = words + (from / kRiceGroup + warp) * kGroupWords<kBits>;
 #pragma unroll 1
     for (int first = warp * kRiceGroup; first < count; first += kRiceWarps * kRiceGroup) {
       const int size = min(count - first, kRiceGroup);
       place_remainders(head, listed + first, first, size);
-      code_group<kBits>(memory.x, listed + first, size,
-                        words + (from + first) / kRiceGroup * kGroupWords<kBits>);
+      code_group<kBits>(memory.x, listed + first, size, to);
+      to += kRiceWarps * kGroupWords<kBits>;
     }
     __syncthreads();
   }
@@ -262,6 +331,16 @@ __device__ __forceinline__ int code_chunk(const RiceArguments& rice, int numel, 
     memory.unary[k] = 0;
   }
   return static_cast<int>(unary + unary_words - words);
+}
+
+// Called by a whole block, behind code_chunk: copies the list of the last group to the workspace.
+__device__ __forceinline__ void keep_last_group(const Workspace& work, const ChunkPlace& chunk,
+                                                unsigned entries, const OnceMemory& memory) {
+  const unsigned first = (entries - 1) / kRiceGroup * kRiceGroup, k = threadIdx.x;
+  if (k < entries - first) {
+    work.last_groups[chunk.segment * kRiceGroup + k] =
+        memory.behind[kListBegin + first % kOnceListed + k];
+  }
 }
 
 // Called by a whole block: the values of a chunk that is sent whole, and what rounding leaves.
@@ -306,6 +385,7 @@ __global__ void __launch_bounds__(kRiceThreads, kOnceBlocks)
   for (int k = threadIdx.x; k < kOnceElements / 32; k += kRiceThreads) memory.unary[k] = 0;
   if (threadIdx.x == 0) {
     memory.behind[kListBegin - 1] = 0;
+    memory.ends = false;
     for (int k = 0; k < 2; ++k) take_place(work, call, memory.places[k]);
   }
   __syncthreads();
@@ -320,25 +400,43 @@ __global__ void __launch_bounds__(kRiceThreads, kOnceBlocks)
     __syncthreads();  // the only one of a chunk without entries
     // The last warp often codes one group less.
     if (threadIdx.x == kRiceThreads - 32) take_place(work, call, memory.places[(round + 2) % 3]);
-    const WarpSums entries = add_warps(memory.entries[round % 2]);
-    uint32_t* words = work.coded + place.chunk.first_tile * kCodedWords;
-    const int numel = static_cast<int>(place.chunk.numel);
-    int used = 0;
-    if (!place.whole && entries.all > 0) {
-      used = code_chunk<DTYPE>(call.rice, numel, {words_of(kept), entries}, words, memory);
+    Kept found = {words_of(kept), add_warps(memory.entries[round % 2])};
+    const ChunkPlace& chunk = place.chunk;
+    if (warp == kRiceWarps / 2) number_entries(work, call, chunk, found.entries, memory);
+    if (call.encode.most_nnz != nullptr) {
+      __syncthreads();
+      const unsigned stay = chunk.numel > 0 ? memory.stay : 0;
+      if (stay < found.entries.all) take_back<RESIDUAL>(work, call, chunk, stay, found, memory.x);
     }
+    uint32_t* words = work.coded + chunk.first_tile * kCodedWords;
+    const int numel = static_cast<int>(chunk.numel);
+    int used = 0;
     if (place.whole) {
       round_chunk(call.rice, numel, memory.x, reinterpret_cast<uint16_t*>(words));
+    } else if (found.entries.all > 0) {
+      used = code_chunk<DTYPE>(call.rice, numel, found, words, memory);
+      if (memory.ends) keep_last_group(work, chunk, found.entries.all, memory);
     }
-    store_rests<RESIDUAL>(call, place.chunk, memory.x);
+    store_rests<RESIDUAL>(call, chunk, memory.x);
     // A block ends its chunks in ascending order, and waits for lower ones only.
     if (warp == 0) look_back(work.chunk_states, place.slot, used);
-    if (warp == kRiceWarps / 2) {  // the first of a second tile
-      const int64_t tile = place.chunk.first_tile;
-      const bool has_two = place.chunk.tile_end - tile == 2;
-      const unsigned in_first = has_two ? entries.before : entries.all;
-      if (numel > 0) look_back(work.nnz_states, tile, in_first);
-      if (has_two) look_back(work.nnz_states, tile + 1, entries.all - in_first);
+  }
+}
+
+// Called by a whole warp: makes the last of a chunk's `entries`, with its group, NaN.
+__device__ __forceinline__ void spoil_last_group(const Workspace& work, const RiceArguments& rice,
+                                                 const ChunkPlace& chunk, uint32_t* words) {
+  const int lane = threadIdx.x % 32;
+  const int64_t first = (chunk.entries - 1) / kRiceGroup * kRiceGroup;
+  const int64_t begin = value_words(rice.dtype, first),
+                end = value_words(rice.dtype, chunk.entries);
+  for (int64_t k = begin + lane; k < end; k += 32) words[k] = k == begin ? kNanLevels : 0;
+  for (int64_t k = lane; k < chunk.entries - first; k += 32) {
+    const int64_t at = chunk.begin + work.last_groups[chunk.segment * kRiceGroup + k] - 1;
+    if (rice.residual_dtype == kFp32) {
+      static_cast<float*>(rice.residual)[at] = 0;
+    } else {
+      static_cast<uint16_t*>(rice.residual)[at] = 0;
     }
   }
 }
@@ -362,6 +460,11 @@ __global__ void __launch_bounds__(kRiceThreads, 4)
       const int64_t count =
           prefix_after(work.chunk_states, slot) - prefix_after(work.chunk_states, slot - 1);
       for (int64_t k = lane; k < count; k += 32) to[k] = words[k];
+      const bool is_last = chunk.staged + chunk.entries == plan.nnz_before + plan.nnz;
+      if (work.spoiled[chunk.segment] != 0 && is_last && chunk.entries > 0) {
+        __syncwarp();
+        spoil_last_group(work, call.rice, chunk, to);
+      }
     } else {
       uint16_t* to =
           reinterpret_cast<uint16_t*>(encode.out + plan.at + kHeaderBytes + plan.sections.values) +

@@ -207,8 +207,8 @@ Of {RICE_NUMEL:,} fp32 elements with an fp32 residual, bytes for each of them. T
 gradient and residual are read, the residual is written. [Rice](wire-format.md#rice) records with
 indices take one launch more: it measures the unary codes. Where values are quantised, the
 last launch writes the residual of what is sent once more; at 5 % that touches a third of its
-sectors. From 12.5 % on, without a capacity, one launch prunes and codes instead, so that the
-residual is written once; the last one moves what is coded.
+sectors. From 12.5 % on one launch prunes and codes instead, so that the residual is written once;
+the last one moves what is coded.
 
 | records | kernels | memsets | read | written | bytes | by the floor |
 |---|---|---|---|---|---|---|"""

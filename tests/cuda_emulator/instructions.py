@@ -68,10 +68,18 @@ KERNELS = {
             "k < unary_words; k += kRiceThreads": 5 / 8,  # 144 words
             "while (high - low > 1)": 4,  # a few segments
             "for (int64_t last = tile - 1;;": 1.5,  # looking back
+            "while ((state = read_state(": 1,
+            "&& left != 0; ++k": 0,  # of a capacity that is exceeded
+            "for (; left != 0; left &= left - 1)": 0,
         },
         {
             "take_place(work, call, memory.places[(round": 1 / 8,  # one warp
-            "look_back(": 1 / 8,
+            "look_back(work.chunk_states": 1 / 8,
+            "number_entries(": 1 / 8,
+            "take_back<RESIDUAL>(": 0,
+            "keep_last_group(": 0,
+            "const unsigned stay =": 0,
+            "list_entries<false>": 0,
             "places[k]": 6 / 8,  # 1,802 entries, 11 a thread
             "1} << place % 32": 6 / 8,
             "return {clamped": 1 / 8,
