@@ -390,7 +390,8 @@ def _workspace(
     if all(SCHEMES[plan.scheme].takes_all for plan in plans):
         return 0  # every element is sent, so that no selection is encoded
     few_bits = config.compression.given_value_bits is not None
-    # Before values are quantised, there is room for all of them in fp32.
+    # Before values are quantised, there is room for all of them in fp32; on a GPU, where chunks are
+    # short, for half of that.
     values_bytes = FP32_BYTES * bucket.numel if few_bits else message
     selecting = encoder_bytes(bucket.numel, values_bytes)
     if encoded:

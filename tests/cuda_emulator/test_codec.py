@@ -340,7 +340,12 @@ def test_the_bytes_do_not_depend_on_the_schedule(
     else:
         pruning = pruning_of(torch.zeros(numel), 2.0, key=KEY)
         grad_N = gradient(numel, 1.0, torch.float32, seed=3)
+        grad_N[-1] = math.inf  # a limit takes it back
         case = Case(grad_N, segments, SCHEDULED[name], pruning)
+        capacity_S = segments.offsets.diff()
+        capacity_S[::2] //= 50
+        limited = replace(case, pruning=replace(pruning, capacity_S=capacity_S))
+        check(limited, Ops("CUDA", emulated_gpu.place))
     check(case, Ops("CUDA", emulated_gpu.place))
 
 
