@@ -20,6 +20,7 @@ LIMITS = {
     "PruneSource": (80, 33),  # three blocks are resident
     "GradSource": (64, 33),
     "rice_whole_kernel": (80, 25),
+    "rice_once_kernel": (80, 45),
     "Lb0ELi1EEEvNS_11DecodeBatch": (80, 25),  # sums of one message in place: three blocks
     "sum_kernel": (64, 40),  # four blocks fit sm_80's 164 KiB
     "": (64, 25),  # four blocks of 256 threads, and room for an L1 cache beside their memory
@@ -81,10 +82,12 @@ def test_registers_stay_registers_and_sums_move_16_bytes_at_a_time() -> None:
     assert len(rice) == 6
     whole = [text for text in functions if "rice_whole_kernel" in text.split("\n", 1)[0]]
     assert len(whole) == 12
-    for text in (*compaction, *sums, *rice, *whole):
+    once = [text for text in functions if "rice_once_kernel" in text.split("\n", 1)[0]]
+    assert len(once) == 24
+    for text in (*compaction, *sums, *rice, *whole, *once):
         assert "STL" not in text
         assert "LDL" not in text
-    for text in whole:  # four neighbours of fp32 or of bf16
+    for text in (*whole, *once):  # four neighbours of fp32 or of bf16
         assert ("LDG.E.128" if "kernelILi0E" in text.split("\n", 1)[0] else "LDG.E.64") in text
     for text in fresh:  # through generic addresses: the pointers come from a table
         assert "ST.E.128" in text
