@@ -103,6 +103,7 @@ struct alignas(16) RiceChunk {
   int offset;
   int first_word;  // of the words that may hold entries of the tile, from the values on
   int word_count;
+  int listed;   // where the places of the first entry's group begin (RiceMemory)
   int words;    // of the unary part; -1 without indices
   int entries;  // -1 if the chunk's rows are wrong; without indices, those of the tile
   int numel;

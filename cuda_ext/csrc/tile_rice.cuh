@@ -4,8 +4,9 @@
 // begin on, as far as the tile reaches, five a lane: it counts their entries, and adds the
 // remainders of each set of 32 entries. From the sums before them follow the elements of a lane's
 // first and last entry, and so the words that hold the tile's entries. Of these the block lists the
-// places of all entries, a word for each thread; then a warp takes 128 entries at a time, a lane
-// one of each 32, so that planes are the same for all lanes.
+// places of all entries, of all records at once if they fit into shared memory, a word for each
+// thread; then a warp takes 128 entries at a time, a lane one of each 32, so that planes are the
+// same for all lanes.
 //
 // Encoders take chunks of about 1024 to 2048 entries, so the words before the tile are few. It is
 // right, but slow, for long chunks that are full.
@@ -30,6 +31,8 @@ constexpr int kLaneWords = 5;  // that a lane looks at: 32 lanes see most chunks
 // the same lanes: a bit of the unary part is at least an element.
 constexpr int kMostTileWords = (kTileWords + 2 * kLaneWords - 1) / kLaneWords * kLaneWords;
 constexpr int kMostTileGroups = kMostTileWords / kGroupSets + 2;
+constexpr int kMostPlaces = 8192;  // at a time: 8 chunks' at 24 %
+static_assert(32 * kMostTileWords <= kMostPlaces);
 constexpr int kMostRoundSets = 32 * (kLaneWords + 1);
 
 // A block's shared memory, for as many records as warps.
@@ -39,8 +42,9 @@ struct RiceMemory {
   uint4 bases[kSumWarps][kMostTileGroups];  // of sets, from a group's first on; RiceChunk
   union {
     uint32_t bases_seen[kSumWarps][kMostRoundSets];  // of each set of the words at hand
-    // Of the entries of a chunk, in its words; the next chunk's are listed while one is added.
-    uint16_t places[2][32 * kMostTileWords];
+    // Of the entries of several chunks, in their words. Whole groups are read, which begin before
+    // the first place and end behind the last one.
+    uint16_t places[kRiceGroup + kMostPlaces + kRiceGroup];
   };
 };
 
@@ -264,41 +268,54 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
   return !__any_sync(kAllLanes, wrong);
 }
 
-// Finds and checks a record's part of a tile; called by a whole warp, which gets false if the part
-// is wrong.
-__device__ __forceinline__ bool find_rice_part(const DecodeRecord& record, const SumTile& tile,
-                                               RiceMemory& memory) {
-  const int warp = threadIdx.x / 32;
-  RiceChunk& chunk = memory.chunks[warp];
-  if (threadIdx.x % 32 == 0) find_rice_chunk(record, tile, chunk);
-  __syncwarp();
+// Finds and checks the part of a tile that is chunk k's; called by a whole warp, which gets false
+// if the part is wrong.
+__device__ __forceinline__ bool find_rice_part(RiceMemory& memory, int k) {
+  RiceChunk& chunk = memory.chunks[k];
   if (chunk.words <= 0) return chunk.entries >= 0;
-  if (find_entries(chunk, memory.entries_before[warp], &memory.bases[warp]->x,
-                   memory.bases_seen[warp])) {
+  if (find_entries(chunk, memory.entries_before[k], &memory.bases[k]->x, memory.bases_seen[k])) {
     return true;
   }
-  if (threadIdx.x % 32 == 0) chunk.word_count = chunk.last = 0;
+  if (threadIdx.x % 32 == 0) chunk.word_count = chunk.first = chunk.last = 0;
   return false;
 }
 
-// Lists the places of the entries of chunk k's words; called by a whole block.
-__device__ __forceinline__ void list_places(RiceMemory& memory, int k) {
-  const RiceChunk& chunk = memory.chunks[k];
-  const int thread = threadIdx.x;
-  if (thread >= chunk.word_count) return;
-  uint32_t left = chunk.values[chunk.first_word + thread];
-  uint16_t* place = memory.places[k % 2] + memory.entries_before[k][thread] + __popc(left);
-#pragma unroll 4
-  while (left != 0) {
-    const int bit = 31 - __clz(static_cast<int>(left));
-    *--place = static_cast<uint16_t>(32 * thread + bit);
-    left &= ~(1u << bit);
+// Lists the places of the entries of the words of the chunks from `begin` on, of as many before
+// `end` as there is room for; called by a whole block. Returns the first one that is not listed.
+__device__ __forceinline__ int list_places(RiceMemory& memory, int begin, int end) {
+  const int lane = threadIdx.x % 32;
+  const bool is_here = begin <= lane && lane < end;
+  const int count = is_here ? memory.chunks[lane].last - memory.chunks[lane].first : 0;
+  const int through = warp_inclusive_sum(count);
+  end = __popc(__ballot_sync(kAllLanes, lane < end && through <= kMostPlaces));
+  // Each chunk gets 8, 4, 2 or 1 of the warps.
+  static_assert(kSumWarps == 8);
+  const int log2_threads = __clz(end - begin - 1) - 24, threads = 1 << log2_threads;
+  const int k = begin + (static_cast<int>(threadIdx.x) >> log2_threads);
+  if (k >= end) return end;
+  RiceChunk& chunk = memory.chunks[k];
+  const int thread = threadIdx.x & (threads - 1);
+  uint16_t* places = memory.places + kRiceGroup + __shfl_sync(kAllLanes, through - count, k);
+  if (thread == 0) {
+    chunk.listed = static_cast<int>(places - memory.places) - chunk.first % kRiceGroup;
   }
+#pragma unroll 1
+  for (int w = thread; w < chunk.word_count; w += threads) {
+    uint32_t left = chunk.values[chunk.first_word + w];
+    uint16_t* place = places + memory.entries_before[k][w] + __popc(left);
+#pragma unroll 4
+    while (left != 0) {
+      const int bit = 31 - __clz(static_cast<int>(left));
+      *--place = static_cast<uint16_t>(32 * w + bit);
+      left &= ~(1u << bit);
+    }
+  }
+  return end;
 }
 
-// Adds those of chunk k's entries that are in the tile, and lists the places of the next chunk's.
+// Adds those of chunk k's entries that are in the tile.
 template <int VALUE>
-__device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, float* sums) {
+__device__ __forceinline__ void add_entries(const RiceMemory& memory, int k, float* sums) {
   const RiceChunk& chunk = memory.chunks[k];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t* values = chunk.values;
@@ -307,24 +324,18 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, 
   const int bits = chunk.bits, r = chunk.r;
   const unsigned planes = chunk.value_words, planes_end = planes + chunk.sets * r;
   const unsigned own = lane - (lane << r) + chunk.offset;
-  unsigned g = first / kRiceGroup + warp;
-  ValueGroup<VALUE> next = {};
-  if (g * kRiceGroup < last) next.load(values, g, limit, bits);
-  if (k + 1 < end) list_places(memory, k + 1);
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
-  const uint16_t* places = memory.places[k % 2];
+  unsigned g = first / kRiceGroup + warp, entry = warp * kRiceGroup + lane;  // from a group on
+  const uint16_t* places = memory.places + chunk.listed;
   const uint4* bases = memory.bases[k] + warp;
 #pragma unroll 1
   for (; g * kRiceGroup < last; g += kSumWarps, bases += kSumWarps) {
-    const ValueGroup<VALUE> group = next;
-    if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, limit, bits);
-    const unsigned entry = g * kRiceGroup + lane - first;
+    ValueGroup<VALUE> group;
+    group.load(values, g, limit, bits);
     unsigned element[kGroupSets], at[kGroupSets];
-    bool there[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
-      there[s] = entry + kPlane * s < last - first;
-      element[s] = there[s] ? places[entry + kPlane * s] : 0;
+      element[s] = places[entry + kPlane * s];  // another's where none is listed
       at[s] = s == 0 ? planes + (kGroupSets * g + 1) * r : min(at[s - 1] + r, planes_end);
     }
 #pragma unroll 1
@@ -336,27 +347,29 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, 
     }
     const uint4 base = *bases;
     const unsigned from[kGroupSets] = {base.x, base.y, base.z, base.w};
+    bool there[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
       element[s] += from[s] + own;
-      there[s] = there[s] && element[s] < length;
+      there[s] = entry + kPlane * s - first % kRiceGroup < last - first && element[s] < length;
     }
     add_group(group, bits, element, there, sums);
+    entry += kSumWarps * kRiceGroup;
   }
 }
 
 // Adds chunk k's part of a tile, and those of the chunks before `end` that go with it; called by a
-// whole block when the places are listed. Returns how many, and has listed the next one's.
+// whole block when the places are listed. Returns how many.
 template <int VALUE>
-__device__ __forceinline__ int add_rice_parts(RiceMemory& memory, int k, int end, float* sums) {
+__device__ __forceinline__ int add_rice_parts(const RiceMemory& memory, int k, int end,
+                                              float* sums) {
   if (is_quantised(VALUE) && memory.chunks[k].words < 0) {
     int count = 1;
     while (k + count < end && memory.chunks[k + count].words < 0) ++count;
-    if (k + count < end) list_places(memory, k + count);
     add_all_values(memory.chunks + k, count, sums);
     return count;
   }
-  add_entries<VALUE>(memory, k, end, sums);
+  add_entries<VALUE>(memory, k, sums);
   return 1;
 }
 

@@ -218,20 +218,24 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     const unsigned rice = __ballot_sync(kAllLanes, seen != nullptr && seen->kind == kKindRice);
     const unsigned others = rice & 1 ? ~rice : rice;
     if (others != 0) here = min(here, __ffs(static_cast<int>(others)) - 1);
-    const DecodeRecord* record = warp < here ? record_of(first + warp) : nullptr;
     if (rice & 1) {
-      if (record != nullptr && !find_rice_part(*record, tile, memory.rice) && lane == 0) {
+      if (warp == 0 && lane < here) find_rice_chunk(*seen, tile, memory.rice.chunks[lane]);
+      __syncthreads();
+      if (warp < here && !find_rice_part(memory.rice, warp) && lane == 0) {
         report(first + warp);
       }
       __syncthreads();
-      list_places(memory.rice, 0);
-      __syncthreads();
       for (int k = 0; k < here;) {
-        k += add_rice_parts<VALUE>(memory.rice, k, here, sums);
-        __syncthreads();  // the next rank's values come after this one's
+        const int listed = list_places(memory.rice, k, here);
+        __syncthreads();
+        while (k < listed) {
+          k += add_rice_parts<VALUE>(memory.rice, k, listed, sums);
+          __syncthreads();  // the next rank's values come after this one's
+        }
       }
       continue;
     }
+    const DecodeRecord* record = warp < here ? record_of(first + warp) : nullptr;
     if (record != nullptr) {
       find_part<VALUE>(*record, tile, first + warp, memory.parts[warp], memory.words[warp], report);
     } else if (lane == 0) {

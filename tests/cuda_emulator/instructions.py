@@ -105,27 +105,28 @@ KERNELS = {
             "while (high - low > 1)": 4,  # a few segments
             "at < whole; at += kDecodeThreads": 1,  # nvcc makes one of 4 trips
             "for (int first = 0, here;": 1,  # 8 records at a time
-            "for (int k = 0; k < here;": 8,  # records
+            "for (int k = 0; k < here;": 1,  # places of all records fit
+            "while (k < listed)": 8,  # records
             "p < r; ++p": 1,  # r is 1 at 22 %
             "while (numel - entries > entries << (r + 1))": 1,
             # A chunk has 8,192 elements, 144 words and 57 sets.
             "for (int begin = 0; begin < chunk.words;": 1,
             "for (int s = lane; s": 2,
-            # 4 entries. A tile has 74 words, for 3 of 8 warps; of 32 words the fullest has 17.8.
-            "while (left != 0)": 3 / 8 * 17.8 / 4,
+            # A tile has 74 words, of which a warp takes 32 at a time; the fullest has 17.8 entries,
+            # and 4 take one trip.
+            "for (int w = thread;": 3,
+            "while (left != 0)": 17.8 / 4,
             "g * kRiceGroup < last;": 7.9 / 8,  # groups, by 8 warps
         },
         {
             "find_tile(batch.call": 1 / 8,  # one warp
-            "list_places(memory, k + 1)": 7 / 8,  # not behind the last record
-            "next.load(values, g + kSumWarps": 0,  # more groups than warps
+            "find_rice_chunk(*seen": 1 / 8,  # one warp
             "find_part<VALUE>(": 0,  # other formats
             "add_dense_part(": 0,
             "for (int k = 0; k < here; ++k)": 0,
             "add_all_values(": 0,  # records without indices
             "out[at] = sums[at]": 0,  # unaligned buckets
             "while (k + count < end": 0,
-            "list_places(memory, k + count)": 0,
             "const int64_t before = c * value_words(": 0,
             "value_words(record.dtype, found.begin)": 0,
             "return (entries + 1) / 2;": 0,  # raw values
