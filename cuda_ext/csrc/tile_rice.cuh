@@ -2,8 +2,8 @@
 //
 // A chunk has one tile or more. For each of them a warp reads the chunk's index words from the
 // begin on, as far as the tile reaches, five a lane: it counts their entries, and adds the
-// remainders of each set of 32 entries. From the sums before them follow the elements of a lane's
-// first and last entry, and so the words that hold the tile's entries. Of these the block lists the
+// remainders of each set of 32 entries. From the sums before them follow bounds of the elements of
+// a lane's entries, and so the words that may hold the tile's entries. Of these the block lists the
 // places of all entries, of all records at once if they fit into shared memory, a word for each
 // thread; then a warp takes 128 entries at a time, a lane one of each 32, so that planes are the
 // same for all lanes.
@@ -26,10 +26,10 @@ constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kGroupSets = kRiceGroup / kPlane;
 
-constexpr int kLaneWords = 5;  // that a lane looks at: 32 lanes see most chunks at once
-// The most words that hold a tile's entries, but for zeros before the first one's, and others of
-// the same lanes: a bit of the unary part is at least an element.
-constexpr int kMostTileWords = (kTileWords + 2 * kLaneWords - 1) / kLaneWords * kLaneWords;
+constexpr int kLaneWords = 5;  // that a lane looks at: 31 lanes see most chunks at once
+// The most words that may hold a tile's entries, of all lanes with such words: a bit of the unary
+// part is at least an element. At each end a set may reach two words beyond the tile.
+constexpr int kMostTileWords = ((kTileWords + 4) / kLaneWords + 2) * kLaneWords;
 constexpr int kMostTileGroups = kMostTileWords / kGroupSets + 2;
 constexpr int kMostPlaces = 8192;  // at a time: 8 chunks' at 24 %
 static_assert(32 * kMostTileWords <= kMostPlaces);
@@ -185,24 +185,23 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
                                              uint32_t* bases, uint32_t* bases_seen) {
   const int lane = threadIdx.x % 32, r = chunk.r;
   const uint32_t *planes = chunk.planes(), *ones = chunk.ones();
-  bool wrong = false;
-  int entries = 0;    // of the words before
-  uint32_t base = 0;  // of these entries' last set, which may go on
+  int entries = 0;                   // of the words before
+  uint32_t base = 0, next_base = 0;  // of the next entry's set, and of the one behind it
   int first_word = -1, first = 0;
-  for (int begin = 0; begin < chunk.words; begin += 32 * kLaneWords) {
+  for (int begin = 0; begin < chunk.words; begin += 31 * kLaneWords) {
+    // The last lane has no words: it stands behind those of the others.
     const int at = begin + kLaneWords * lane;
+    const int left = lane < 31 ? chunk.words - at : 0;
     uint32_t word[kLaneWords];
-    int here = 0, lowest = 0, highest = 0;  // places in the lane's words
+    int here = 0;
 #pragma unroll
     for (int i = 0; i < kLaneWords; ++i) {
-      word[i] = i < chunk.words - at ? ones[at + i] : 0;
-      lowest = here == 0 ? 32 * i + __ffs(static_cast<int>(word[i])) - 1 : lowest;
-      highest = word[i] != 0 ? 32 * i + 31 - __clz(static_cast<int>(word[i])) : highest;
+      word[i] = i < left ? ones[at + i] : 0;
       here += __popc(word[i]);
     }
     const int last = entries + warp_inclusive_sum(here), entry = last - here;
     const int all = __shfl_sync(kAllLanes, last, 31);
-    const int first_set = entries / kPlane, sets = all / kPlane + 1 - first_set;
+    const int first_set = entries / kPlane, sets = all / kPlane + 2 - first_set;
     for (int s = lane; s - lane < sets; s += 32) {
       const int set = first_set + s;
       uint32_t step = kPlane - (kPlane << r);
@@ -212,19 +211,15 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
       base = __shfl_sync(kAllLanes, through, 31);
     }
     __syncwarp();
-    // The element of an entry that is there.
-    const auto element_of = [&](int number, int place) {
-      const int set = number / kPlane, in_set = number % kPlane;
-      return static_cast<int>(bases_seen[set - first_set] + ((32 * at + place - in_set) << r) +
-                              in_set +
-                              sum_remainders(planes, set, r, kAllLanes >> (kPlane - 1 - in_set)));
-    };
-    const bool holds = here != 0 && last <= chunk.entries;
-    const int low = holds ? element_of(entry, lowest) : 0;
-    const int high = holds ? element_of(last - 1, highest) : -1;
-    wrong |= last > chunk.entries || high >= chunk.numel;
+    // Entries from word `at` on are elements from `low` on, those before it are below `high`: the
+    // remainders of the entry's set are between none and all.
+    const uint32_t* own = bases_seen + (entry / kPlane - first_set);
+    const int in_set = entry % kPlane;
+    const int place = ((32 * min(at, chunk.words) - in_set) << r) + in_set;
+    const int low = own[0] + place, high = own[1] + place - kPlane + (kPlane << r);
     const bool is_behind = low >= chunk.end();
-    const unsigned in = __ballot_sync(kAllLanes, high >= chunk.begin && !is_behind);
+    const unsigned in = __ballot_sync(kAllLanes, at < chunk.words && !is_behind) &
+                        __ballot_sync(kAllLanes, high > chunk.begin) >> 1;
     if (in != 0) {
       const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
       const int least_entry = __shfl_sync(kAllLanes, entry, least);
@@ -257,12 +252,18 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
       }
     }
     entries = all;
-    base = bases_seen[sets - 1];
+    base = bases_seen[sets - 2];
+    next_base = bases_seen[sets - 1];
     __syncwarp();  // the sums have been read
     if (__any_sync(kAllLanes, is_behind)) break;
   }
+  bool wrong = entries > chunk.entries;
   if (chunk.end() == chunk.numel) {
-    wrong |= entries != chunk.entries || ones[chunk.words - 1] == 0 ||
+    const uint32_t last_word = ones[chunk.words - 1];
+    const int unused = kPlane - entries % kPlane;  // of the next entry's set
+    const int place = 32 * chunk.words - __clz(static_cast<int>(last_word));
+    wrong |= entries != chunk.entries || last_word == 0 ||
+             static_cast<int>(next_base + ((place + unused) << r)) - unused > chunk.numel ||
              stray_remainders(planes, chunk.entries, r) != 0;
   }
   return !__any_sync(kAllLanes, wrong);
