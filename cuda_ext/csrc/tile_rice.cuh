@@ -59,9 +59,9 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
 #pragma unroll
   for (int distance = 4; distance > 0; distance /= 2, low ^= low << distance) {
     other = __shfl_xor_sync(kAllLanes, word, distance);
-    const bool upper = (lane & distance) != 0;
-    const uint32_t kept = upper ? ~low : low;
-    other = __funnelshift_l(other, other, upper ? 32 - distance : distance);
+    const int own = lane & distance;
+    const uint32_t kept = low << own;
+    other = __funnelshift_l(other, other, own != 0 ? 32 - distance : distance);
     word = (word & kept) | (other & ~kept);
   }
   return word;
@@ -179,6 +179,18 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
   }
 }
 
+// Whether a chunk is right of which `entries` have been seen; called by a whole warp, of which a
+// lane gets false. `next_base` is that of the set behind the next entry's.
+__device__ __forceinline__ bool ends_right(const RiceChunk& chunk, int entries,
+                                           uint32_t next_base) {
+  const uint32_t last_word = chunk.ones()[chunk.words - 1];
+  const int unused = kPlane - entries % kPlane;  // of the next entry's set
+  const int place = 32 * chunk.words - __clz(static_cast<int>(last_word));
+  return entries == chunk.entries && last_word != 0 &&
+         static_cast<int>(next_base + ((place + unused) << chunk.r)) - unused <= chunk.numel &&
+         stray_remainders(chunk.planes(), entries, chunk.r) == 0;
+}
+
 // Finds the words that hold the entries of a tile; called by a whole warp, which gets false if
 // something that it has seen is wrong. A chunk's last tile checks all that check_rice_chunk does.
 __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries_before,
@@ -202,12 +214,17 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     const int last = entries + warp_inclusive_sum(here), entry = last - here;
     const int all = __shfl_sync(kAllLanes, last, 31);
     const int first_set = entries / kPlane, sets = all / kPlane + 2 - first_set;
-    for (int s = lane; s - lane < sets; s += 32) {
-      const int set = first_set + s;
-      uint32_t step = kPlane - (kPlane << r);
-      if (set < chunk.sets) step += sum_remainders(planes, set, r, kAllLanes);
-      const uint32_t through = base + warp_inclusive_sum(step);
-      bases_seen[s] = through - step;
+    for (int s = 2 * lane; s - 2 * lane < sets; s += 64) {
+      uint32_t step[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int set = first_set + s + i;
+        step[i] = kPlane - (kPlane << r);
+        if (set < chunk.sets) step[i] += sum_remainders(planes, set, r, kAllLanes);
+      }
+      const uint32_t through = base + warp_inclusive_sum(step[0] + step[1]);
+      bases_seen[s] = through - step[1] - step[0];
+      bases_seen[s + 1] = through - step[1];
       base = __shfl_sync(kAllLanes, through, 31);
     }
     __syncwarp();
@@ -258,14 +275,7 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     if (__any_sync(kAllLanes, is_behind)) break;
   }
   bool wrong = entries > chunk.entries;
-  if (chunk.end() == chunk.numel) {
-    const uint32_t last_word = ones[chunk.words - 1];
-    const int unused = kPlane - entries % kPlane;  // of the next entry's set
-    const int place = 32 * chunk.words - __clz(static_cast<int>(last_word));
-    wrong |= entries != chunk.entries || last_word == 0 ||
-             static_cast<int>(next_base + ((place + unused) << r)) - unused > chunk.numel ||
-             stray_remainders(planes, chunk.entries, r) != 0;
-  }
+  if (chunk.end() == chunk.numel) wrong |= !ends_right(chunk, entries, next_base);
   return !__any_sync(kAllLanes, wrong);
 }
 
@@ -296,14 +306,12 @@ __device__ __forceinline__ int list_places(RiceMemory& memory, int begin, int en
   if (k >= end) return end;
   RiceChunk& chunk = memory.chunks[k];
   const int thread = threadIdx.x & (threads - 1);
-  uint16_t* places = memory.places + kRiceGroup + __shfl_sync(kAllLanes, through - count, k);
-  if (thread == 0) {
-    chunk.listed = static_cast<int>(places - memory.places) - chunk.first % kRiceGroup;
-  }
+  const int before = kRiceGroup + __shfl_sync(kAllLanes, through - count, k);
+  if (thread == 0) chunk.listed = before - chunk.first % kRiceGroup;
 #pragma unroll 1
   for (int w = thread; w < chunk.word_count; w += threads) {
     uint32_t left = chunk.values[chunk.first_word + w];
-    uint16_t* place = places + memory.entries_before[k][w] + __popc(left);
+    uint16_t* place = memory.places + before + memory.entries_before[k][w] + __popc(left);
 #pragma unroll 4
     while (left != 0) {
       const int bit = 31 - __clz(static_cast<int>(left));
@@ -359,19 +367,19 @@ __device__ __forceinline__ void add_entries(const RiceMemory& memory, int k, flo
   }
 }
 
-// Adds chunk k's part of a tile, and those of the chunks before `end` that go with it; called by a
-// whole block when the places are listed. Returns how many.
+// Adds chunk k's part of a tile and, if it has no indices, those of the chunks behind it that have
+// none either; called by a whole block when the places are listed. Chunks of the bits in `whole`
+// have no indices. Returns how many.
 template <int VALUE>
-__device__ __forceinline__ int add_rice_parts(const RiceMemory& memory, int k, int end,
+__device__ __forceinline__ int add_rice_parts(const RiceMemory& memory, unsigned whole, int k,
                                               float* sums) {
-  if (is_quantised(VALUE) && memory.chunks[k].words < 0) {
-    int count = 1;
-    while (k + count < end && memory.chunks[k + count].words < 0) ++count;
-    add_all_values(memory.chunks + k, count, sums);
-    return count;
+  if (!is_quantised(VALUE) || (whole >> k & 1) == 0) {
+    add_entries<VALUE>(memory, k, sums);
+    return 1;
   }
-  add_entries<VALUE>(memory, k, sums);
-  return 1;
+  const int count = __ffs(static_cast<int>(~(whole >> k))) - 1;
+  add_all_values(memory.chunks + k, count, sums);
+  return count;
 }
 
 }  // namespace megatron_sparse

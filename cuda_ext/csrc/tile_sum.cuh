@@ -225,11 +225,13 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
         report(first + warp);
       }
       __syncthreads();
+      const bool is_whole = lane < here && memory.rice.chunks[lane].words < 0;
+      const unsigned whole = __ballot_sync(kAllLanes, is_whole);
       for (int k = 0; k < here;) {
         const int listed = list_places(memory.rice, k, here);
         __syncthreads();
         while (k < listed) {
-          k += add_rice_parts<VALUE>(memory.rice, k, listed, sums);
+          k += add_rice_parts<VALUE>(memory.rice, whole, k, sums);
           __syncthreads();  // the next rank's values come after this one's
         }
       }

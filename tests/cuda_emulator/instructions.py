@@ -111,22 +111,27 @@ KERNELS = {
             "while (numel - entries > entries << (r + 1))": 1,
             # A chunk has 8,192 elements, 144 words and 57 sets.
             "for (int begin = 0; begin < chunk.words;": 1,
+            "for (int s = 2 * lane; s": 1,
             "for (int s = lane; s": 2,
             # A tile has 74 words, of which a warp takes 32 at a time; the fullest has 17.8 entries,
             # and 4 take one trip.
             "for (int w = thread;": 3,
             "while (left != 0)": 17.8 / 4,
-            "g * kRiceGroup < last;": 7.9 / 8,  # groups, by 8 warps
+            "g * kRiceGroup < last;": 8.2 / 8,  # groups, by 8 warps
         },
         {
             "find_tile(batch.call": 1 / 8,  # one warp
             "find_rice_chunk(*seen": 1 / 8,  # one warp
-            "find_part<VALUE>(": 0,  # other formats
+            "!ends_right(": 1 / 2,  # the last tile of a chunk
+            "const DecodeRecord* record = warp < here": 0,  # other formats
+            "find_part<VALUE>(": 0,
+            "memory.parts[warp] = {": 0,
+            "if (part.kind == ": 0,
             "add_dense_part(": 0,
             "for (int k = 0; k < here; ++k)": 0,
-            "add_all_values(": 0,  # records without indices
+            "const int count = __ffs(": 0,  # records without indices
+            "add_all_values(": 0,
             "out[at] = sums[at]": 0,  # unaligned buckets
-            "while (k + count < end": 0,
             "const int64_t before = c * value_words(": 0,
             "value_words(record.dtype, found.begin)": 0,
             "return (entries + 1) / 2;": 0,  # raw values
