@@ -161,8 +161,11 @@ __device__ __attribute__((noinline)) inline void report_sections(const DecodeArg
 __device__ __forceinline__ void store_tile(float* out, const float* sums, int length) {
   if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
     const int whole = length / 4;
-    for (int at = threadIdx.x; at < whole; at += kDecodeThreads) {
-      reinterpret_cast<float4*>(out)[at] = reinterpret_cast<const float4*>(sums)[at];
+#pragma unroll
+    for (int begin = 0; begin < kPiciTile / 4; begin += kDecodeThreads) {
+      const int at = begin + threadIdx.x;
+      if (at < whole)
+        reinterpret_cast<float4*>(out)[at] = reinterpret_cast<const float4*>(sums)[at];
     }
     const int at = 4 * whole + threadIdx.x;
     if (at < length) out[at] = sums[at];

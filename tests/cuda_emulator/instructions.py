@@ -103,7 +103,6 @@ KERNELS = {
         "if (finds) places[warp].number +=",
         {
             "while (high - low > 1)": 4,  # a few segments
-            "at < whole; at += kDecodeThreads": 1,  # nvcc makes one of 4 trips
             "for (int first = 0, here;": 1,  # 8 records at a time
             "for (int k = 0; k < here;": 1,  # places of all records fit
             "while (k < listed)": 8,  # records
