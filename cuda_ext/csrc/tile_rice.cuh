@@ -179,10 +179,11 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
   }
 }
 
-// Whether a chunk is right of which `entries` have been seen; called by a whole warp, of which a
+// Whether a chunk is right of which `seen` entries have been; called by a whole warp, of which a
 // lane gets false. `next_base` is that of the set behind the next entry's.
-__device__ __forceinline__ bool ends_right(const RiceChunk& chunk, int entries,
+__device__ __forceinline__ bool ends_right(const RiceChunk& chunk, unsigned seen,
                                            uint32_t next_base) {
+  const int entries = static_cast<int>(seen);
   const uint32_t last_word = chunk.ones()[chunk.words - 1];
   const int unused = kPlane - entries % kPlane;  // of the next entry's set
   const int place = 32 * chunk.words - __clz(static_cast<int>(last_word));
@@ -197,22 +198,23 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
                                              uint32_t* bases, uint32_t* bases_seen) {
   const int lane = threadIdx.x % 32, r = chunk.r;
   const uint32_t *planes = chunk.planes(), *ones = chunk.ones();
-  int entries = 0;                   // of the words before
+  unsigned entries = 0;              // of the words before
   uint32_t base = 0, next_base = 0;  // of the next entry's set, and of the one behind it
-  int first_word = -1, first = 0;
+  int first_word = -1;
+  unsigned first = 0;
   for (int begin = 0; begin < chunk.words; begin += 31 * kLaneWords) {
     // The last lane has no words: it stands behind those of the others.
     const int at = begin + kLaneWords * lane;
     const int left = lane < 31 ? chunk.words - at : 0;
     uint32_t word[kLaneWords];
-    int here = 0;
+    unsigned here = 0;
 #pragma unroll
     for (int i = 0; i < kLaneWords; ++i) {
       word[i] = i < left ? ones[at + i] : 0;
       here += __popc(word[i]);
     }
-    const int last = entries + warp_inclusive_sum(here), entry = last - here;
-    const int all = __shfl_sync(kAllLanes, last, 31);
+    const unsigned last = entries + warp_inclusive_sum(here), entry = last - here;
+    const unsigned all = __shfl_sync(kAllLanes, last, 31);
     const int first_set = entries / kPlane, sets = all / kPlane + 2 - first_set;
     for (int s = 2 * lane; s - 2 * lane < sets; s += 64) {
       uint32_t step[2];
@@ -239,15 +241,15 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
                         __ballot_sync(kAllLanes, high > chunk.begin) >> 1;
     if (in != 0) {
       const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
-      const int least_entry = __shfl_sync(kAllLanes, entry, least);
-      const int last_entry = __shfl_sync(kAllLanes, last, most);
+      const unsigned least_entry = __shfl_sync(kAllLanes, entry, least);
+      const unsigned last_entry = __shfl_sync(kAllLanes, last, most);
       if (first_word < 0) {
         first_word = begin + kLaneWords * least;
         first = least_entry;
       }
       if (lane == 0) {
         const int end = min(begin + kLaneWords * (most + 1), chunk.words);
-        chunk.first_word = first_word + static_cast<int>(ones - chunk.values);
+        chunk.first_word = first_word + chunk.value_words + chunk.sets * r;
         chunk.offset = ((32 * first_word) << r) - chunk.begin;
         chunk.word_count = end - first_word;
         chunk.first = first;
@@ -274,7 +276,7 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     __syncwarp();  // the sums have been read
     if (__any_sync(kAllLanes, is_behind)) break;
   }
-  bool wrong = entries > chunk.entries;
+  bool wrong = entries > static_cast<unsigned>(chunk.entries);
   if (chunk.end() == chunk.numel) wrong |= !ends_right(chunk, entries, next_base);
   return !__any_sync(kAllLanes, wrong);
 }
