@@ -111,7 +111,9 @@ struct alignas(16) RiceChunk {
 
   // The planes of the remainders, and the unary part.
   __device__ __forceinline__ const uint32_t* planes() const { return values + value_words; }
-  __device__ __forceinline__ const uint32_t* ones() const { return values + (value_words + sets * r); }
+  __device__ __forceinline__ const uint32_t* ones() const {
+    return values + (value_words + sets * r);
+  }
   __device__ __forceinline__ int end() const { return begin + length; }  // of the tile
 };
 
