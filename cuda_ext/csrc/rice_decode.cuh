@@ -99,7 +99,7 @@ struct alignas(16) RiceChunk {
   int value_words;  // of quantised values
   int bits;         // of a quantised value
   int r;
-  int sets;
+  int planes_end;  // behind the planes of the remainders, from the values on
   int offset;
   int first_word;  // of the words that may hold entries of the tile, from the values on
   int word_count;
@@ -111,9 +111,7 @@ struct alignas(16) RiceChunk {
 
   // The planes of the remainders, and the unary part.
   __device__ __forceinline__ const uint32_t* planes() const { return values + value_words; }
-  __device__ __forceinline__ const uint32_t* ones() const {
-    return values + (value_words + sets * r);
-  }
+  __device__ __forceinline__ const uint32_t* ones() const { return values + planes_end; }
   __device__ __forceinline__ int end() const { return begin + length; }  // of the tile
 };
 
@@ -150,8 +148,8 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
   found.value_words = static_cast<int>(chunk.gaps);
   found.words = static_cast<int>(chunk.unary);
   found.entries = static_cast<int>(entries);
-  found.sets = static_cast<int>(planes_of(entries));
   found.r = chunk.r;
+  found.planes_end = found.value_words + static_cast<int>(planes_of(entries)) * chunk.r;
 }
 
 }  // namespace megatron_sparse

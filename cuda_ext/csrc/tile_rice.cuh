@@ -135,7 +135,7 @@ template <class Group>
 __device__ __forceinline__ void add_group(const Group& group, int bits,
                                           const unsigned (&element)[kGroupSets],
                                           const bool (&there)[kGroupSets], float* sums) {
-  float sum[kGroupSets] = {}, value[kGroupSets];
+  float sum[kGroupSets], value[kGroupSets];
 #pragma unroll
   for (int s = 0; s < kGroupSets; ++s) {
     if (there[s]) sum[s] = sums[element[s]];
@@ -222,7 +222,7 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
       for (int i = 0; i < 2; ++i) {
         const int set = first_set + s + i;
         step[i] = kPlane - (kPlane << r);
-        if (set < chunk.sets) step[i] += sum_remainders(planes, set, r, kAllLanes);
+        if (kPlane * set < chunk.entries) step[i] += sum_remainders(planes, set, r, kAllLanes);
       }
       const uint32_t through = base + warp_inclusive_sum(step[0] + step[1]);
       bases_seen[s] = through - step[1] - step[0];
@@ -249,7 +249,7 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
       }
       if (lane == 0) {
         const int end = min(begin + kLaneWords * (most + 1), chunk.words);
-        chunk.first_word = first_word + chunk.value_words + chunk.sets * r;
+        chunk.first_word = first_word + chunk.planes_end;
         chunk.offset = ((32 * first_word) << r) - chunk.begin;
         chunk.word_count = end - first_word;
         chunk.first = first;
@@ -333,7 +333,7 @@ __device__ __forceinline__ void add_entries(const RiceMemory& memory, int k, flo
   const unsigned first = chunk.first, last = chunk.last, length = chunk.length;
   const int limit = is_quantised(VALUE) ? chunk.value_words : chunk.entries;
   const int bits = chunk.bits, r = chunk.r;
-  const unsigned planes = chunk.value_words, planes_end = planes + chunk.sets * r;
+  const int planes = chunk.value_words, planes_end = chunk.planes_end;
   const unsigned own = lane - (lane << r) + chunk.offset;
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
   unsigned g = first / kRiceGroup + warp, entry = warp * kRiceGroup + lane;  // from a group on
@@ -343,19 +343,22 @@ __device__ __forceinline__ void add_entries(const RiceMemory& memory, int k, flo
   for (; g * kRiceGroup < last; g += kSumWarps, bases += kSumWarps) {
     ValueGroup<VALUE> group;
     group.load(values, g, limit, bits);
-    unsigned element[kGroupSets], at[kGroupSets];
+    unsigned element[kGroupSets];
+    int at[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
       element[s] = places[entry + kPlane * s];  // another's where none is listed
       at[s] = s == 0 ? planes + (kGroupSets * g + 1) * r : min(at[s - 1] + r, planes_end);
     }
-#pragma unroll 1
-    for (int p = 0; p < r; ++p) {
+    const auto add_plane = [&](int p) {
 #pragma unroll
       for (int s = 0; s < kGroupSets; ++s) {
-        element[s] = 2 * element[s] + __popc(values[--at[s]] & lanes_through);
+        element[s] = 2 * element[s] + __popc(*(values + at[s] - p) & lanes_through);
       }
-    }
+    };
+    if (r > 0) add_plane(1);  // apart: often there is no other
+#pragma unroll 1
+    for (int p = 2; p <= r; ++p) add_plane(p);
     const uint4 base = *bases;
     const unsigned from[kGroupSets] = {base.x, base.y, base.z, base.w};
     bool there[kGroupSets];

@@ -107,6 +107,7 @@ KERNELS = {
             "for (int k = 0; k < here;": 1,  # places of all records fit
             "while (k < listed)": 8,  # records
             "p < r; ++p": 1,  # r is 1 at 22 %
+            "p = 2; p <= r": 0,
             "while (numel - entries > entries << (r + 1))": 1,
             # A chunk has 8,192 elements, 144 words and 57 sets.
             "for (int begin = 0; begin < chunk.words;": 1,
@@ -122,6 +123,7 @@ KERNELS = {
             "find_tile(batch.call": 1 / 8,  # one warp
             "find_rice_chunk(*seen": 1 / 8,  # one warp
             "!ends_right(": 1 / 2,  # the last tile of a chunk
+            "for (int p = 2; p <= r": 2 / 7,  # its test alone
             "const DecodeRecord* record = warp < here": 0,  # other formats
             "find_part<VALUE>(": 0,
             "memory.parts[warp] = {": 0,
