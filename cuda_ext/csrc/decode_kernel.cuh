@@ -164,8 +164,9 @@ __device__ __forceinline__ void store_tile(float* out, const float* sums, int le
 #pragma unroll
     for (int begin = 0; begin < kPiciTile / 4; begin += kDecodeThreads) {
       const int at = begin + threadIdx.x;
-      if (at < whole)
+      if (at < whole) {
         reinterpret_cast<float4*>(out)[at] = reinterpret_cast<const float4*>(sums)[at];
+      }
     }
     const int at = 4 * whole + threadIdx.x;
     if (at < length) out[at] = sums[at];
