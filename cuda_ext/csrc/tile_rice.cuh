@@ -350,15 +350,18 @@ __device__ __forceinline__ void add_entries(const RiceMemory& memory, int k, flo
       element[s] = places[entry + kPlane * s];  // another's where none is listed
       at[s] = s == 0 ? planes + (kGroupSets * g + 1) * r : min(at[s - 1] + r, planes_end);
     }
-    const auto add_plane = [&](int p) {
+    const auto add_plane = [&] {
 #pragma unroll
       for (int s = 0; s < kGroupSets; ++s) {
-        element[s] = 2 * element[s] + __popc(*(values + at[s] - p) & lanes_through);
+        element[s] = 2 * element[s] + __popc(*(values + at[s] - 1) & lanes_through);
       }
     };
-    if (r > 0) add_plane(1);  // apart: often there is no other
+    if (r > 0) add_plane();  // apart: often there is no other
 #pragma unroll 1
-    for (int p = 2; p <= r; ++p) add_plane(p);
+    for (int p = 2; p <= r; ++p) {
+      for (int& each : at) --each;
+      add_plane();
+    }
     const uint4 base = *bases;
     const unsigned from[kGroupSets] = {base.x, base.y, base.z, base.w};
     bool there[kGroupSets];
