@@ -1,6 +1,7 @@
-// The last launch of the CUDA encoders of Rice records with indices: quantises and codes what
-// compaction has staged, straight into the records, and leaves in the residual what the levels
-// lose. The bytes are the CPU's (rice_encode.cpp).
+// The last launch of the CUDA encoders of Rice records with indices, but for what is coded at once
+// (rice_encode_once.cuh): quantises and codes what compaction has staged, straight into the
+// records, and leaves in the residual what the levels lose. The bytes are the CPU's
+// (rice_encode.cpp).
 //
 // Of a record with indices, a block takes one chunk after the other, lists its entries, and each
 // warp codes groups of 128; of dense records a warp takes one tile after the other. Bytes an

@@ -88,7 +88,7 @@ struct QuantisedGroup {
     return ScalarLanes::as_float(ScalarLanes::as_bits(level) | sign);
   }
 
-  // Apart from `load`, so that the next group is loaded before. A lane decodes the code that is its
+  // Apart from `load`, so that what is loaded comes meanwhile. A lane decodes the code that is its
   // number, and lanes fetch their values from each other; codes of 8 bits are too many for that.
   __device__ __forceinline__ void decode(int bits, float (&values)[kGroupSets]) const {
     uint32_t code = transpose_bits(words);

@@ -21,8 +21,9 @@ HEAD = """
 ## Instructions
 
 Of warps, for a tile of 4,096 elements, in the machine code for sm_90: a script multiplies each by
-the trips of the loops around it (`tests/cuda_emulator/instructions.py`). Both ways of a branch
-count unless one is known to be rare, so the numbers are a little high. Compilers differ.
+the trips of the loops around it, for entries at random places
+(`tests/cuda_emulator/instructions.py`). Both ways of a branch count unless one is known to be rare,
+so the numbers are a little high. Compilers differ.
 
 | kernel | instructions a tile |
 |---|---|
